@@ -1,4 +1,4 @@
-"""Setup of all tests: one thread, one private Ray, no network, and a budget of CPU seconds."""
+"""Setup of all tests: one thread, a private Ray, no network, and a budget of CPU seconds."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ FIRST = (
 )
 """The slowest files, the slowest first, so that all pytest processes end at about the same time."""
 
-# Before anything imports torch or ray: both read these once. Processes that a test starts inherit them.
+# Set before any import of torch or ray, which read them once. Processes started by tests inherit them.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TROUPE_CORES"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-# The default of Ray is 15, with which other load of the machine would slow its workers down.
+# The default of Ray is 15, with which other processes on the machine would slow its workers down. noqa: SIM112 - its
+# name
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - its name
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    # Every Ray of the session, whoever starts it, takes only calls with this token.
+    # Every Ray cluster of the session accepts only calls with this token.
     _private = Path(tempfile.mkdtemp(prefix="troupe-tests-"))
     atexit.register(shutil.rmtree, _private, ignore_errors=True)
     with os.fdopen(os.open(_private / "ray_token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as _file:
@@ -51,12 +52,12 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = str(_private / "ray_token")
     if namespaces_refused():
-        # What the tests run in it is theirs.
+        # The tests' own processes use it, too.
         os.environ[PERMISSION] = "unsafe"
 # By default Ray starts a worker per logical CPU in advance.
 os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112 - Ray reads it in this spelling
 os.environ["HF_HUB_OFFLINE"] = "1"
-# This checkout, also in processes that start elsewhere and where another one is installed.
+# Path of this checkout, also for processes in other folders and if another checkout is installed.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS.parent), os.environ.get("PYTHONPATH")]))
 
 
@@ -84,9 +85,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
-    """Address of the local Ray that all tests of a process share: a start takes 5 s.
+    """Address of the local Ray that all tests of a process share, because a start takes 5 s.
 
-    It has more logical CPUs than the machine has cores: most of what the tests start waits most of the time.
+    It has more logical CPUs than the machine has cores, because most processes of the tests wait most of the time.
     """
     import ray
 
@@ -107,4 +108,4 @@ def ray_address() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def ray_cluster(ray_address: str) -> None:
-    """The shared local Ray, for tests that need no address."""
+    """The shared local Ray for tests that do not need its address."""

@@ -1,7 +1,7 @@
 """Budget of a test suite in CPU seconds of all its processes, so that a busy machine causes no failure.
 
-Beside others that share its cores and caches a core does less in a second, so the seconds are those of a core of
-reference speed: a piece of work is timed all along, and where it takes twice as long two seconds count as one.
+A core does less work per second while other processes share its caches. The seconds are therefore converted to those of
+a reference core: a fixed piece of work is timed continuously, and if it takes twice as long, two seconds count as one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def running_processes() -> list[Process]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has ended in the meantime
             continue
         cpu_s = (int(fields[11]) + int(fields[12])) / TICKS_PER_S
         processes.append(Process(int(folder.name), int(fields[19]), int(fields[1]), cpu_s))
@@ -65,7 +65,7 @@ def sample_speed() -> float:
 class CpuMeter:
     """Sum of the CPU seconds of this process and its descendants, including those of Ray and orphans.
 
-    It looks twice a second; what a process does after the last look at it is not counted.
+    It is measured twice a second. The CPU time of a process after its last measurement is not counted.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class CpuMeter:
 
     def _look(self) -> None:
         processes = running_processes()
-        # An orphan keeps no parent of ours, so whoever was once ours stays so.
+        # An orphan has no parent of this session. Every process that was once a descendant therefore counts as one.
         ours = {os.getpid()} | {p.pid for p in processes if (p.pid, p.started) in self._spent_s}
         size = 0
         while len(ours) > size:
@@ -113,7 +113,7 @@ class CpuBudget:
 
     @property
     def spent_s(self) -> float:
-        """CPU seconds of a core of reference speed."""
+        """Return the CPU seconds, converted to a core of reference speed."""
         return self.meter.total_s() / self.meter.slowness
 
     @property

@@ -36,7 +36,7 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        """Words of the command as a shell reads them, without comment, environment, and words that end in dots."""
+        """Words of the command as a shell splits it, without comment, environment, and words that end in dots."""
         words = shlex.split(self.text, comments=True)
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             words.pop(0)

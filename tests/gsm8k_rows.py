@@ -1,4 +1,4 @@
-"""GSM8K for tests: the real data if it is beside the repository, otherwise generated rows in the same format."""
+"""GSM8K for tests: the real data if it is next to the repository, otherwise generated rows in the same format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gsm8k_rows(split: str) -> list[dict[str, str]]:
 
 def _row(rng: random.Random) -> dict[str, str]:
     price, count = rng.randint(2, 4_000), rng.randint(2, 90)
-    # Of many lengths, as the real questions are.
+    # Lengths vary like those of the real questions.
     goods = f"{'very ' * rng.randint(0, 20)}good chairs"
     total = price * count
     return {

@@ -1,4 +1,4 @@
-"""hh-rlhf for tests: the real file where it lies beside the repository, else generated rows of the same format."""
+"""hh-rlhf for tests: the real file if it is next to the repository, otherwise generated rows in the same format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ GENERATED_ROWS = 300
 
 
 def hh_rlhf_file(folder: Path) -> Path:
-    """The gzipped rows of "chosen" and "rejected", dialogues that are one string; generated ones go to `folder`."""
+    """Return the rows of "chosen" and "rejected" dialogues, each one string, as a gzipped file. Generated rows are
+    written to `folder`.
+    """
     if FILE.is_file():
         return FILE
     warnings.warn("there is no hh-rlhf here: generated rows take its place", stacklevel=2)
@@ -26,7 +28,7 @@ def hh_rlhf_file(folder: Path) -> Path:
 
 def _row(rng: random.Random) -> dict[str, str]:
     turns = rng.randint(0, 8)
-    # Few names, so that conversations come again; of many lengths, as the real ones are.
+    # Few names, so that conversations repeat, and varying lengths like in the real data.
     said = f"\n\nHuman: Is {rng.choice('ABCDEFGHIJKLMNOPQRSTUVWXYZ')}{rng.randint(0, 3)} kind?"
     for _ in range(turns):
         said += f"\n\nAssistant: {'Maybe. ' * rng.randint(1, 60)}Why?\n\nHuman: {rng.randint(0, 10**6)} times I asked."

@@ -1,4 +1,4 @@
-"""Folders of models that are only headers: enough for whoever asks how large they are."""
+"""Model folders whose weight files are only headers, which is sufficient to compute sizes."""
 
 import json
 from pathlib import Path
@@ -14,11 +14,13 @@ LARGE = {
     "vocab_size": 128256,
     "tie_word_embeddings": False,
 }
-"""Llama 3's config.json of 70 billion parameters."""
+"""config.json of Llama 3 70B."""
 
 
 def folder_of(path: Path, config: dict[str, Any], **files: dict[str, list[int]]) -> str:
-    """A model's folder: config.json, and weight files that are only headers, as name -> shape."""
+    """Write a model folder with config.json and weight files that consist of headers. `files` maps their names to
+    shapes.
+    """
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     for name, shapes in files.items():

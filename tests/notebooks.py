@@ -1,6 +1,6 @@
-"""Runs the notebooks of docs/notebooks as Jupyter would, without Jupyter: the cells in order, in one namespace.
+"""Runs the notebooks of docs/notebooks without Jupyter: the cells in order, in one namespace.
 
-python -m tests.notebooks    write what they print and plot into the files
+python -m tests.notebooks        write their output and plots into the files
 """
 
 import ast
@@ -24,13 +24,13 @@ def code_cells(path: Path) -> list[dict[str, Any]]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The notebook as JSON has it."""
+    """Return the parsed JSON of a notebook."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def run(path: Path, folder: Path) -> list[list[dict[str, Any]]]:
-    """The outputs of each cell with code, run in `folder`: what it prints and what it plots."""
-    import matplotlib as mpl  # of the tier that runs them
+    """Run the code cells in `folder`. Return the outputs of each: printed text and plots."""
+    import matplotlib as mpl  # for the tier of tests that runs them
 
     mpl.use("Agg")
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -43,7 +43,7 @@ def run(path: Path, folder: Path) -> list[list[dict[str, Any]]]:
 
 
 def outputs_of(source: str, namespace: dict[str, Any]) -> list[dict[str, Any]]:
-    """Run a cell; the value of a last line that is an expression is printed, as Jupyter shows it."""
+    """Run a cell. If its last line is an expression, its value is printed, as in Jupyter."""
     body = ast.parse(source).body
     last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
     printed = io.StringIO()
@@ -59,7 +59,7 @@ def outputs_of(source: str, namespace: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def figures() -> list[bytes]:
-    """The figures that are open, as PNG; they are closed."""
+    """Return the open figures as PNG, and close them."""
     from matplotlib import pyplot
 
     pictures = []
@@ -72,13 +72,13 @@ def figures() -> list[bytes]:
 
 
 def picture(png: bytes) -> dict[str, Any]:
-    """The output that is a picture."""
+    """Return the output entry of a picture."""
     data = {"image/png": base64.b64encode(png).decode()}
     return {"data": data, "metadata": {}, "output_type": "display_data"}
 
 
 def main() -> None:
-    """Run each and write it with its outputs."""
+    """Run each notebook and write it with its outputs."""
     for path in NOTEBOOKS:
         notebook = read(path)
         with tempfile.TemporaryDirectory() as folder:

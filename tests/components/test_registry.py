@@ -1,4 +1,4 @@
-"""Plug-ins are found in the folder and by entry points, and a missing one is named."""
+"""Plug-ins are loaded from the folder and by entry points, and a missing one is named in the error."""
 
 from collections.abc import Iterator
 from pathlib import Path

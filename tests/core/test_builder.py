@@ -133,7 +133,7 @@ def test_the_number_of_threads_is_the_number_of_whole_cores_by_default() -> None
     builder.trainer("workers.Script").resource(cpu=0.5)
     builder.actor("workers.Echo").resource(cpu=2.5)
     builder.rollout("workers.Echo").resource(cpu=1, threads=4)
-    # A process with two roles has as many threads as both have cores, or the larger explicit number.
+    # A process with two roles has the cores of both as threads, or the larger explicit number.
     for first, second, threads in (("reward", "reference", 0), ("judge", "tool", 3)):
         builder.role(first).run("workers.Echo").resource(cpu=1, threads=threads).process(first)
         builder.role(second).run("workers.Echo").resource(cpu=1).process(first)

@@ -1,4 +1,4 @@
-"""Makes the guides' programs importable, as modules of a user's own folder."""
+"""Makes the programs of the guides importable, like modules in a user's folder."""
 
 import sys
 from pathlib import Path

@@ -50,7 +50,7 @@ class Described(BaseWorkload):
 
 @ray.remote
 class UserActorModel(Described):
-    """Step 1 of the guide, and its examples of @trainer_invocation."""
+    """Step 1 of the guide, with its examples of @trainer_invocation."""
 
     def __init__(self, master_handle: Any, config: Any) -> None:
         super().__init__(master_handle, config)
@@ -115,14 +115,14 @@ class UserActorModel(Described):
 
 @ray.remote
 class UserOtherModel(Described):
-    """ROLLOUT, REWARD, REFERENCE and CRITIC."""
+    """A workload for ROLLOUT, REWARD, REFERENCE and CRITIC."""
 
     def generate(self, parameter_0: str, parameter_1: str) -> str:
         return f"{parameter_0} {parameter_1} {self.rank}"
 
 
 class UserTrainer(BaseTrainer):
-    """Step 2 of the guide; what it finds goes into a file."""
+    """Step 2 of the guide. The results are written to a file."""
 
     def __init__(self, actor_handles: Any, actor_classes: Any, config: Any) -> None:
         super().__init__(actor_handles, actor_classes, config)

@@ -1,4 +1,4 @@
-"""The tables of what each guide shows: `<guide>.csv` beside `test_<guide>.py`."""
+"""The tables with the items of each guide: `<guide>.csv` next to `test_<guide>.py`."""
 
 import ast
 import csv

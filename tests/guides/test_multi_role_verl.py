@@ -21,7 +21,7 @@ ROLES = ["ACTOR_ROLLOUT", "CRITIC", "REF", "RM"]
 
 
 def configuration(out: Path, **options: Any) -> Any:
-    """Values of verl's configuration that the guide's main.py reads, and ours."""
+    """Values of verl's configuration that the guide's main.py reads, and additional ones."""
     return OmegaConf.create(
         {
             "trainer": {"nnodes": 1, "n_gpus_per_node": 2},
@@ -63,7 +63,7 @@ def main(config: Any, gpus: int) -> Job:
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, SimpleNamespace]:
-    """One run for each backend."""
+    """Result of the run on each backend."""
     return {}
 
 
@@ -71,7 +71,7 @@ def runs() -> dict[str, SimpleNamespace]:
 def ran(
     backend: BackendName, runs: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SimpleNamespace]:
-    """The guide's job, run to its end."""
+    """Return the result of the guide's job."""
     if backend not in runs:
         out = tmp_path_factory.mktemp("verl")
         lines: list[str] = []
@@ -118,7 +118,7 @@ def test_output_of_a_role_is_shown_with_its_name_and_logged(ran: SimpleNamespace
 
 
 def one_role(out: Path, path: str, calls: int) -> Any:
-    """A trainer, and one worker of the critic."""
+    """Return a job of a trainer and one critic worker."""
     builder = DLJobBuilder().device_type("CPU").config(configuration(out, calls=calls))
     builder.global_env({"VLLM_WORKER_MULTIPROC_METHOD": "spawn"})
     builder.role("trainer").run("verl_roles.Waiting").resource(cpu=0.1)

@@ -100,7 +100,7 @@ TINY = """--prompt_data task:sort --rollout_batch_size 4 --train_batch_size 8 --
 
 
 def words(command: str, **places: object) -> list[str]:
-    """A command with our paths in the place of the guide's."""
+    """Return a command with local paths instead of those of the guide."""
     return [str(places.get(word, word)) for word in shlex.split(command)]
 
 
@@ -110,7 +110,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(model: Path, run_dir: Path, *options: str) -> dict[str, Any]:
-    """The last metrics of a run of the guide's RL command, made small."""
+    """Return the last metrics of a short run of the guide's RL command."""
     from recipes.openrlhf_ppo.main import main
 
     assert main([f"--pretrain={model}", f"run_dir={run_dir}", *shlex.split(TINY), *options]) == 0
@@ -190,7 +190,7 @@ def test_a_local_reward_file_gives_rewards(model: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def episodes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Metrics and rollouts of one step with the agent of the guide."""
+    """Return metrics and rollouts of one step with the agent of the guide."""
     folder = tmp_path_factory.mktemp("agent")
     (folder / "agent_func.py").write_text(AGENT)
     options = f"--agent_func_path {folder / 'agent_func.py'} --advantage_estimator reinforce"
@@ -247,7 +247,7 @@ class Lengths(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Print nothing."""
+        """Log nothing."""
 
 
 @pytest.mark.full
@@ -287,7 +287,7 @@ def test_asynchronous_training_and_the_hybrid_engine_exclude_each_other(model: P
     options = f"--pretrain {model} --prompt_data task:sort --async_train --colocate_all_models --vllm_enable_sleep"
     with pytest.raises(ConfigError, match="hybrid engine"):
         read_config([*options.split()])
-    # Without sleep OpenRLHF 0.11 takes the pair too, and says that the engines are apart.
+    # OpenRLHF 0.11 also accepts both options without sleep, and notes that the engines have separate GPUs.
     assert not read_config([*options.removesuffix("--vllm_enable_sleep").split()]).placement.colocate
 
 

@@ -1,4 +1,4 @@
-"""docs/guides.md is what the tables of the guides say."""
+"""docs/guides.md matches the tables of the guides."""
 
 import subprocess
 import sys

@@ -1,4 +1,6 @@
-"""The guide "Reinforcement Learning Integration": each name and behaviour that it shows, in a program of its form."""
+"""The guide "Reinforcement Learning Integration": each name and behaviour that it describes, in a program of the same
+form.
+"""
 
 import json
 import re
@@ -28,7 +30,7 @@ def runs() -> dict[str, dict[str, Any]]:
 def report(
     backend: BackendName, runs: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    """Findings of the program there; it runs once for each backend."""
+    """Return the results of the program on this backend. It runs once per backend."""
     if backend not in runs:
         out = tmp_path_factory.mktemp("sdk") / "found.json"
         builder = RLJobBuilder().device_type("CPU").config({"lr": 0.1, "out": str(out), "backend": backend})

@@ -121,7 +121,7 @@ REWARDS = {
     reward_fn = RewardManager(tokenizer=tokenizer, num_examine=0)
     val_reward_fn = always_two""",
 }
-"""Reward objects, which the guide leaves to the user. The second is a program's own."""
+"""Reward objects, which the guide leaves to the user. The second one uses a function of the program."""
 
 
 def config_of(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
@@ -159,7 +159,7 @@ def write_rows(folder: Path, source: str) -> None:
 
 
 def run_program(folder: Path, kind: str, source: str, **changes: Any) -> tuple[Path, str]:
-    """Run the guide's program for two steps on a tiny model; return the run folder and what was printed."""
+    """Run the guide's program for two steps with a tiny model. Return the run folder and the output."""
     model = write_untrained(folder / "model")
     write_rows(folder, source)
     (folder / "config.yaml").write_text(json.dumps(config_of(folder, model, **changes)))
@@ -176,7 +176,7 @@ def run_program(folder: Path, kind: str, source: str, **changes: Any) -> tuple[P
 @pytest.mark.full
 def test_the_guides_program_trains_with_the_built_in_functions(tmp_path: Path) -> None:
     run_dir, printed = run_program(tmp_path, "built_in", "sort")
-    # Of validation, whose reward manager has num_examine=1, and not of training.
+    # The output of validation, whose reward manager has num_examine=1. Training prints nothing.
     assert printed.count("[ground_truth]") == 2
     plan = json.loads((run_dir / "plan.json").read_text())
     assert {"ACTOR_ROLLOUT", "CRITIC", "REF"} <= set(plan["roles"])
@@ -235,7 +235,7 @@ def test_a_wrong_configuration_is_refused_by_init_workers(tmp_path: Path) -> Non
 
 
 class MyCritic(CriticWorker):
-    """A worker class of the user's own."""
+    """A worker class defined by the user."""
 
 
 def test_a_worker_class_of_the_user_is_used(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_worker_class_of_the_user_is_used(tmp_path: Path) -> None:
     trainer = RayPPOTrainer(config, role_worker_mapping=workers, resource_pool_manager=manager)
     roles = trainer.build_job().roles
     assert roles["CRITIC"].entrypoint == f"{__name__}:MyCritic"
-    assert roles["JUDGE"].entrypoint == f"{__name__}:MyCritic"  # a role of one's own is its name
+    assert roles["JUDGE"].entrypoint == f"{__name__}:MyCritic"  # the name of a custom role
     assert roles["ACTOR_ROLLOUT"].entrypoint == "recipes.verl_ppo.roles.actor_rollout_ref:ActorRolloutRefWorker"
 
 

@@ -18,7 +18,7 @@ from core import (
 
 
 class BaseWorker(BaseWorkload):
-    """Exports the methods of its core, and runs until the trainer ends the job."""
+    """Exports the methods of the wrapped worker, and runs until the trainer ends the job."""
 
     core_class: type = verl_workers.CriticWorker
 
@@ -54,7 +54,7 @@ class RMWorker(BaseWorker):
 
 
 class Trainer:
-    """Drives the others."""
+    """Trainer that calls the other roles."""
 
     def run(self) -> None:
         self.prepare()
@@ -89,14 +89,14 @@ class Trainer:
 
 
 class Broken(BaseWorker):
-    """Its run() fails."""
+    """A role whose run() fails."""
 
     def run(self) -> None:
         raise KeyError("in run")
 
 
 class Endless(BaseWorker):
-    """Its run() ends when the job is to end, though nobody calls job_end."""
+    """A role whose run() ends at the end of the job, although job_end is never called."""
 
     def run(self) -> None:
         while not self.stop_requested:
@@ -105,7 +105,7 @@ class Endless(BaseWorker):
 
 
 class Waiting:
-    """A trainer that calls a worker until the job ends by itself."""
+    """A trainer that calls a worker until the job ends."""
 
     def run(self) -> None:
         group = MyWorkerGroup("critic")

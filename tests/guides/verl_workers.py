@@ -1,10 +1,10 @@
-"""Substitutes for verl's worker classes: methods that `@register` decorates, on objects that are no roles."""
+"""Substitutes for verl's worker classes: methods decorated with `@register`, on classes that are no roles."""
 
 from core import Dispatch, register
 
 
 class CriticWorker:
-    """Keeps what it was called with."""
+    """Worker that stores its arguments."""
 
     def __init__(self) -> None:
         self.ready = False
@@ -21,7 +21,7 @@ class CriticWorker:
 
 
 class ActorRolloutRefWorker(CriticWorker):
-    """Generates too."""
+    """Worker that also generates."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: list[str]) -> list[str]:
@@ -30,11 +30,11 @@ class ActorRolloutRefWorker(CriticWorker):
 
 
 class AsyncActorRolloutRefWorker(ActorRolloutRefWorker):
-    """The same."""
+    """Another worker with the same methods."""
 
 
 class RewardModelWorker(CriticWorker):
-    """Scores."""
+    """Worker that returns scores."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, texts: list[str]) -> list[int]:

@@ -1,4 +1,4 @@
-"""The rows of docs/differences.md are collected over all tests."""
+"""Collects the rows of docs/differences.md over all tests."""
 
 import os
 

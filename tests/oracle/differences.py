@@ -10,8 +10,9 @@ from steps import ROOT, Apart
 
 PAGE = ROOT / "docs" / "differences.md"
 MOST = Apart(advantages=2e-5, losses=5e-6, gradients=5e-5, weights=2e-3)
-"""Maximum differences that rounding explains. Adam divides a gradient by its magnitude: rounding in a gradient near 0
-changes its weight by a share of the learning rate."""
+"""Maximum differences that rounding explains. Adam divides a gradient by its magnitude, so rounding of a gradient near
+0 changes its weight by a fraction of the learning rate.
+"""
 HEAD = """\
 # Differences
 
@@ -48,14 +49,16 @@ class Differences:
         self.rows: dict[str, dict[str, tuple[Apart, str]]] = {}
 
     def hold(self, package: str, name: str, apart: Apart, why: str = "") -> None:
-        """Keep a row. AssertionError if the two are not as near as rounding, or with a reason `why`, if they are."""
+        """Add a row. Raises AssertionError if the values differ by more than rounding, or, with a reason `why`, if they
+        do not.
+        """
         self.rows.setdefault(package, {})[name] = apart, why
         pairs = zip(astuple(apart), astuple(MOST), strict=True)
         beyond = [a is not None and not a <= most for a, most in pairs]
         assert any(beyond) == bool(why), f"{package}, {name}: {apart}; {why or 'rounding'}"
 
     def write(self) -> None:
-        """The page."""
+        """Return the page."""
         parts = [HEAD]
         for package, rows in self.rows.items():
             parts += ["", f"## {package} {version(package)}", "", *table(rows)]
@@ -72,7 +75,7 @@ def table(rows: Mapping[str, tuple[Apart, str]]) -> list[str]:
 
 
 def shown(x: float | None) -> str:
-    """One digit is what another machine would also have."""
+    """One digit, because only that is equal on other machines."""
     if x is None:
         return "-"
     return "0" if x < 1e-9 else f"{x:.0e}".replace("e-0", "e-").replace("e+00", "")

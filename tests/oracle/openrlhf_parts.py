@@ -68,7 +68,7 @@ def settings_of(command: list[str]) -> Any:
 
 
 class Strategy:
-    """In the place of DeepspeedStrategy, for one model on one CPU: AdamW with the groups and the schedule of its
+    """Replacement of DeepspeedStrategy for one model on one CPU: AdamW with the groups and the schedule of its
     `prepare`, and an optimizer step after `accumulated_gradient` micro-batches.
     """
 
@@ -119,14 +119,14 @@ class Strategy:
         return False
 
     def taken(self) -> tuple[float, float]:
-        """Means of loss and gradient norm since the last call."""
+        """Return the means of loss and gradient norm since the last call."""
         means = [sum(values) / len(values) for values in (self.losses, self.norms)]
         self.losses, self.norms = [], []
         return means[0], means[1]
 
 
 class ExperienceMaker(experience_maker.RemoteExperienceMaker):
-    """Calls models that are here where the original calls groups of Ray's actors."""
+    """Calls local models, where the original calls groups of Ray actors."""
 
     def _dispatch_forward(self, group: Callable[..., Tensor], sync_condition: bool, **columns: Any) -> list[Tensor]:
         del sync_condition
@@ -139,7 +139,7 @@ class ExperienceMaker(experience_maker.RemoteExperienceMaker):
 
 
 class Order:
-    """In which order the next epochs read a step's responses; a sampler of its data loaders."""
+    """A data-loader sampler that returns a step's responses in a given order for the next epochs."""
 
     def __init__(self) -> None:
         self.epochs: list[list[int]] = []
@@ -152,7 +152,7 @@ class Order:
 
 
 def on_a_cpu(patch: Any, order: Order) -> None:
-    """Let its trainers run here, on responses in this order."""
+    """Let OpenRLHF's trainers run here, on responses in this order."""
 
     def loader(*arguments: Any, **named: Any) -> DataLoader[Any]:
         return DataLoader(*arguments, **named | {"shuffle": False, "sampler": order})
@@ -161,12 +161,12 @@ def on_a_cpu(patch: Any, order: Order) -> None:
     patch.setattr(ppo_actor, "torch_dist_barrier_and_cuda_sync", lambda: None)
     for module in (ppo_actor, ppo_critic):
         patch.setattr(module, "DataLoader", loader)
-    # A number where it becomes part of a name, a device where tensors are sent to it.
+    # A device that formats as a number in names, and that tensors can be sent to.
     patch.setattr(torch.cuda, "current_device", _Here)
 
 
 class _Here(str):
-    """The name of this machine's CPU, which is a number where it follows `cuda:`."""
+    """The device name of this machine's CPU. After `cuda:` it formats as a number."""
 
     def __new__(cls) -> _Here:
         return super().__new__(cls, "cpu")

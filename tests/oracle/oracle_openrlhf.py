@@ -1,4 +1,4 @@
-"""The real OpenRLHF beside recipes/openrlhf_ppo: the same flags, responses and weights, three training steps."""
+"""The real OpenRLHF compared with recipes/openrlhf_ppo: the same flags, responses and weights, three training steps."""
 
 # pyright: reportMissingImports=false
 # OpenRLHF is in the environment that scripts/oracle.sh makes, and in no other.
@@ -49,12 +49,12 @@ class Case:
     name: str
     flags: str
     why: str = ""
-    """Why they are apart, where they are meant to be."""
+    """Reasons of intended differences."""
     holes: bool = False
 
 
 def flags_of(case: Case, path: str) -> list[str]:
-    """The command line that both sides read."""
+    """Return the command line that both sides parse."""
     common = f"""--actor.model_name_or_path {path} --critic.model_name_or_path {path} --data.prompt_dataset task:sort
         --rollout.batch_size {PROMPTS} --rollout.n_samples_per_prompt {SAMPLES} --rollout.micro_batch_size 8
         --train.batch_size {SIZE // 2} --train.micro_batch_size 4 --rollout.max_new_tokens {LONGEST}
@@ -150,7 +150,7 @@ def optimizer_steps(args: Any) -> int:
 
 
 def critic_of(args: Any, path: str) -> tuple[Any, Any]:
-    """Its trainer of the critic, with the head of ours, where the settings have one."""
+    """Return OpenRLHF's trainer of the critic with the head of our critic, if the settings have a critic."""
     if args.critic.model_name_or_path is None:
         return None, None
     model = get_llm_for_sequence_regression(path, "critic", param_dtype="bf16", attn_implementation="sdpa").float()
@@ -171,20 +171,20 @@ def critic_of(args: Any, path: str) -> tuple[Any, Any]:
 
 
 def shuffled(args: Any, step: int) -> list[list[int]]:
-    """The order of the recipe, which shuffles as OpenRLHF does, but by its own draws."""
+    """Return the response order of the recipe, which shuffles like OpenRLHF but with its own random numbers."""
     epochs = args.train.max_epochs
     drawn = shuffled_minibatches(SIZE, 2, epochs, seed=args.train.seed, step=step)
     return torch.cat([torch.as_tensor(part) for part in drawn]).view(epochs, SIZE).tolist()
 
 
 class Padding:
-    """The only attribute of a tokenizer that OpenRLHF reads."""
+    """A tokenizer with the only attribute that OpenRLHF reads."""
 
     pad_token_id = 0
 
 
 def samples_of(step: Batch) -> list[Experience]:
-    """One Experience per response, as its samples generator makes them."""
+    """Return one Experience per response, as OpenRLHF's samples generator creates them."""
     experiences = []
     for row in range(len(step)):
         acts = step.row(row, "action_mask").long()

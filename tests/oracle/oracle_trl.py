@@ -1,4 +1,4 @@
-"""The real TRL beside recipes/grpo: the same settings, responses and weights, three training steps."""
+"""The real TRL compared with recipes/grpo: the same settings, responses and weights, three training steps."""
 
 # pyright: reportMissingImports=false
 # TRL is in the environment that scripts/oracle.sh makes, and in no other.
@@ -45,7 +45,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     """Arguments of GRPOConfig."""
     why: str = ""
-    """Why they are apart, where they are meant to be."""
+    """Reasons of intended differences."""
 
 
 def ours(case: Case, path: str, folder: Path) -> Trace:
@@ -74,7 +74,7 @@ def ours(case: Case, path: str, folder: Path) -> Trace:
 
 
 class Recorded(GRPOTrainer):
-    """Keeps what TRL computes on the way."""
+    """Trainer that records intermediate values of TRL."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

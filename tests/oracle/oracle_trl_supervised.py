@@ -1,5 +1,5 @@
-"""The real TRL beside recipes/dpo, reward_model and sft, and the diffs of docs/variants.md: the same data and weights,
-three training steps.
+"""The real TRL compared with recipes/dpo, reward_model and sft, and with the diffs of docs/variants.md: the same data
+and weights, three training steps.
 """
 
 # pyright: reportMissingImports=false
@@ -41,7 +41,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     """Arguments of TRL's configuration."""
     why: str = ""
-    """Why they are apart, where they are meant to be."""
+    """Reasons of intended differences."""
     diff: str = ""
     """Diff in docs/variants.md, applied to a copy of the recipe."""
     line: str = ""
@@ -49,7 +49,7 @@ class Case:
 
 
 def data_of(path: str) -> list[Batch]:
-    """Each step's responses: chosen and rejected in turn where they are pairs, by a margin."""
+    """Return each step's responses. Pairs alternate chosen and rejected, and are sorted by a margin."""
     batches = []
     for step in make_steps(path):
         place_N = torch.arange(step.num_tokens) - step.offsets[step.sequence_ids]
@@ -60,7 +60,7 @@ def data_of(path: str) -> list[Batch]:
 
 
 def make_start(recipe: str, folder: Path) -> str:
-    """The folder of the model to start from."""
+    """Return the folder of the initial model."""
     path = make_model(folder / "model")
     if recipe != "reward_model":
         return path
@@ -73,7 +73,7 @@ def make_start(recipe: str, folder: Path) -> str:
 
 
 def package_of(case: Case, folder: Path) -> str:
-    """The package of the recipe, or of a copy with the diff."""
+    """Return the package of the recipe, or of a copy with the diff."""
     if not case.diff:
         return f"recipes.{case.recipe}"
     copied(case.recipe, folder / "recipes" / "my_algo")
@@ -120,14 +120,14 @@ def opened(recipe: str, path: str) -> Any:
 
 
 class Tokenized(DPOTrainer):
-    """Takes pairs that are tokenized, as the two others do."""
+    """Data collator for pairs that are already tokenized, as the two others."""
 
     def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
         return dataset
 
 
 def rows_of(case: Case, path: str) -> list[dict[str, Any]]:
-    """The data as TRL's trainers read them."""
+    """Return the data in the format of TRL's trainers."""
     rows = []
     for step in data_of(path):
         tokens = step.lists("tokens")
@@ -190,7 +190,7 @@ DIVERGENCES = ("forward_kl", "js_divergence", "alpha_divergence")
 
 
 def pair_loss(name: str, line: str) -> Case:
-    """A line of the page's table beside TRL's loss of that name."""
+    """Return the options of a line in the page's table of pair losses, next to TRL's loss of that name."""
     setting = {"f_divergence_type": name} if name in DIVERGENCES else {"loss_type": [name]}
     if name not in SMOOTHED:
         return Case("dpo", name, "", setting, diff=LINES, line=line)
@@ -225,7 +225,7 @@ CASES = [
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """One for a copy of a recipe too."""
+    """Also a name for a copy of a recipe."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(tmp_path / "recipes")
         yield tmp_path
@@ -245,7 +245,7 @@ def test_the_recipe_matches_trl(case: Case, folder: Path, differences: Differenc
     ("theirs_row", "ours_row", "form", "adds_end"),
     [
         ({"prompt": "ba", "completion": "ab"}, {"prompt": "ba", "response": "ab"}, DemonstrationFormat(), False),
-        # TRL ends plain texts, as docs/from_trl.md lists it.
+        # TRL appends an end token to plain texts, as listed in docs/from_trl.md.
         ({"text": "baab"}, {"text": "baab"}, DemonstrationFormat(plain_text=True), True),
     ],
     ids=["prompt and completion", "text"],

@@ -1,4 +1,4 @@
-"""The real verl beside recipes/verl_ppo: the same keys, responses and weights, three training steps."""
+"""The real verl compared with recipes/verl_ppo: the same keys, responses and weights, three training steps."""
 
 # pyright: reportMissingImports=false
 # verl is in the environment that scripts/oracle.sh makes, and in no other.
@@ -60,15 +60,15 @@ class Case:
     name: str
     keys: str
     why: str = ""
-    """Why they are apart, where they are meant to be."""
+    """Reasons of intended differences."""
     holes: bool = False
     update_twice: bool = True
     draws: bool = False
-    """True if responses are drawn for training."""
+    """True if responses are resampled for training."""
 
 
 def keys_of(case: Case, path: str) -> list[str]:
-    """The command line that both sides read."""
+    """Return the command line that both sides parse."""
     common = f"""actor_rollout_ref.model.path={path} critic.model.path={path} data.train_files=task:sort
         data.train_batch_size={PROMPTS} actor_rollout_ref.rollout.n={SAMPLES} data.max_response_length={LONGEST}
         {ACTOR}.ppo_mini_batch_size={PROMPTS // (1 + case.update_twice)} critic.ppo_mini_batch_size={PROMPTS // 2}
@@ -116,7 +116,7 @@ def saved(policy: Any, folder: Path) -> dict[str, torch.Tensor]:
 
 
 class Model:
-    """A model with verl's optimizer and schedule around it."""
+    """Return a model with verl's optimizer and schedule."""
 
     def __init__(self, model: Any, options: Any) -> None:
         self.model, self.options = model, options
@@ -140,9 +140,10 @@ def theirs(case: Case, path: str) -> Trace:
     config: Any = OmegaConf.merge(defaults, options_of_case, {"actor_rollout_ref": {"actor": adam}, "critic": adam})
     algorithm = config.algorithm
     correction, policy_loss = algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss
-    if correction.bypass_mode:  # as its loop does, which tells the actor of it
+    if correction.bypass_mode:  # as verl's training loop passes it to the actor
         apply_bypass_mode(DataProto.from_dict({"rollout_log_probs": torch.zeros(1)}), correction, policy_loss)
-    # As its main program does: the actor and critic are told of the mini-batch in responses, the former of the rollout.
+    # As in verl's main program: the mini-batch size is converted to responses for the actor and critic, and the actor
+    # also gets the settings of the rollout.
     options = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     policy = Model(AutoModelForCausalLM.from_pretrained(path), options.optim)
     reference = AutoModelForCausalLM.from_pretrained(path)
@@ -195,7 +196,7 @@ def theirs(case: Case, path: str) -> Trace:
 
 
 def with_advantages(data: DataProto, algorithm: Any, number: int) -> DataProto:
-    """As verl's trainer estimates them; where it draws responses, those that the recipe draws."""
+    """Return the advantages of verl's trainer. If responses are resampled, the recipe's selection is used."""
     by_std = algorithm.get("norm_adv_by_std_in_grpo", True)
     with mock.patch.object(torch, "multinomial", partial(drawn, number)):
         return compute_advantage(
@@ -204,15 +205,15 @@ def with_advantages(data: DataProto, algorithm: Any, number: int) -> DataProto:
 
 
 def drawn(number: int, weights: torch.Tensor, count: int, replacement: bool) -> torch.Tensor:
-    """The responses that the recipe draws in a step, by weights of verl's."""
+    """Return the responses that the recipe selects in a step by verl's weights."""
     assert replacement
-    draw = np.random.default_rng([42, number, 2])  # of the recipe's seed
+    draw = np.random.default_rng([42, number, 2])  # with the recipe's seed
     share = weights.double() / weights.double().sum()
     return torch.from_numpy(draw.choice(len(weights), size=count, p=share.numpy()))
 
 
 def minibatch_losses(data: DataProto, rows: Padded, held: Model, options: Any, size: int, loss: Any) -> Any:
-    """The loss of each mini-batch, in order, of the model as it is by then."""
+    """Return the loss of each mini-batch in order, with the model as updated so far."""
     for start in range(0, SIZE, size):
         chosen = slice(start, start + size)
         names = [
@@ -246,7 +247,7 @@ def minibatch_losses(data: DataProto, rows: Padded, held: Model, options: Any, s
 
 
 def unpadded(x_BT: torch.Tensor, rows: Padded, chosen: slice) -> torch.Tensor:
-    """As verl's engine gives them: all tokens end to end, each number at the token before the one it is about."""
+    """Return outputs in the layout of verl's engine: all tokens end to end, and each number one token earlier."""
     counts = zip(x_BT, rows.prompt_B[chosen].tolist(), rows.length_B[chosen].tolist(), strict=True)
     return torch.cat([torch.nn.functional.pad(row[:length], (prompt - 1, 1)) for row, prompt, length in counts])
 

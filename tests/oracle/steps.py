@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 SEED = int(os.environ.get("ORACLE_SEED", "11"))
 PROMPTS, SAMPLES, LONGEST = (int(n) for n in os.environ.get("ORACLE_SHAPE", "4x4x8").split("x"))
-"""Prompts of a step, an even number, responses to each, and the tokens of the longest."""
+"""Number of prompts of a step (even), number of responses to each, and maximum length."""
 SIZE = PROMPTS * SAMPLES
 EPS = 1e-6
 """Epsilon of Adam on both sides. A smaller one would scale rounding errors up to the size of gradients."""
@@ -51,10 +51,10 @@ class Trace:
 
 @dataclass
 class Apart:
-    """The largest differences of two traces; of gradients and weights as shares of what is compared."""
+    """Maximum differences of two traces. Those of gradients and weights are relative."""
 
     advantages: float | None
-    """None where there are none."""
+    """None for algorithms without advantages."""
     losses: float
     gradients: float
     weights: float
@@ -80,7 +80,7 @@ class Apart:
 
 @contextmanager
 def roles(folder: Path) -> Iterator[Any]:
-    """Roles of recipes in this process, as scripts/golden.py has them."""
+    """Return the roles of recipes in this process, as scripts/golden.py creates them."""
     spec = importlib.util.spec_from_file_location("golden", ROOT / "scripts" / "golden.py")
     assert spec is not None and spec.loader is not None
     golden = importlib.util.module_from_spec(spec)
@@ -91,10 +91,10 @@ def roles(folder: Path) -> Iterator[Any]:
 
 
 def make_model(folder: Path) -> str:
-    """A model of the task `sort` with random weights, in a folder."""
+    """Write a model of the task `sort` with random weights to a folder."""
     tokenizer = task_tokenizer(get_task("sort"))
     model = tiny_model(tokenizer, SEED, hidden=32, layers=1, intermediate=64)
-    with torch.no_grad():  # far from even, so that ratios and divergences say something
+    with torch.no_grad():  # large weights, so that ratios and divergences are not trivial
         for parameter in model.parameters():
             parameter.mul_(3.0) if parameter.dim() > 1 else parameter.add_(0.1)
     model.save_pretrained(folder)
@@ -107,10 +107,11 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def make_steps(model_path: str, *, holes: bool = False, count: int = STEPS) -> list[Batch]:
-    """Responses of 1 to `LONGEST` tokens, the first of one and the second of all; one prompt's rewards are equal.
+    """Return responses of 1 to `LONGEST` tokens. The first has one token, the second has `LONGEST`. The rewards of one
+    prompt are equal.
 
-    `rollout_logprob` is off the policy's by a third of a nat or so; with `holes` an environment wrote some of the
-    tokens in between.
+    `rollout_logprob` differs from the policy's by about a third of a nat. With `holes`, some of the tokens in between
+    are environment tokens.
     """
     model = AutoModelForCausalLM.from_pretrained(model_path).eval()
     most = model.config.vocab_size
@@ -154,13 +155,15 @@ def make_steps(model_path: str, *, holes: bool = False, count: int = STEPS) -> l
 
 
 def response_logprobs(logits_TV: Tensor, tokens_T: Tensor) -> Tensor:
-    """[T] log-probability of each token of one sequence given those before it; 0 for the first."""
+    """Return the log-probability [T] of each token of one sequence given the previous ones, and 0 for the first
+    token.
+    """
     logprob_T = logits_TV[:-1].float().log_softmax(-1).gather(-1, tokens_T[1:, None]).squeeze(-1)
     return torch.cat([logprob_T.new_zeros(1), logprob_T])
 
 
 class Padded:
-    """One step as systems with padding have it: prompts on the left, responses on the right."""
+    """A step in a padded layout: prompts padded on the left, responses on the right."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
@@ -177,7 +180,7 @@ class Padded:
             self.attention[i, start : start + len(row)] = 1
 
     def of(self, name: str) -> Tensor:
-        """[B, T] a column of the batch at the tokens of the responses."""
+        """Return a column of the batch at the response tokens, [B, T]."""
         column = self.batch[name]
         padded_BT = torch.zeros(len(self.batch), self.T, dtype=column.dtype)
         for i, part in enumerate(column.split(self.batch.lengths.tolist())):
@@ -186,25 +189,25 @@ class Padded:
         return padded_BT
 
     def last(self, x_B: Tensor) -> Tensor:
-        """[B, T] a number of each response at its last token."""
+        """Return a number per response at its last token, [B, T]."""
         padded_BT = torch.zeros(len(self.batch), self.T)
         padded_BT[torch.arange(len(self.batch)), self.length_B - 1] = x_B.float()
         return padded_BT
 
     def logits(self, model: nn.Module) -> Tensor:
-        """[B, T, V] of the tokens before those of the responses."""
+        """Return the logits [B, T, V] that predict the response tokens."""
         position = (self.attention.cumsum(1) - 1).clamp(min=0)
         output: Any = model(input_ids=self.ids, attention_mask=self.attention, position_ids=position)
         return output.logits[:, self.S - 1 : -1].float()
 
     def logprobs(self, model: nn.Module) -> tuple[Tensor, Tensor]:
-        """[B, T] log-probability of the responses' tokens, and the entropy there."""
+        """Return the log-probabilities [B, T] of the response tokens, and the entropies."""
         logprob_BTV = self.logits(model).log_softmax(-1)
         entropy_BT = -(logprob_BTV.exp() * logprob_BTV).sum(-1)
         return logprob_BTV.gather(-1, self.ids[:, self.S :, None]).squeeze(-1), entropy_BT
 
     def values(self, model: nn.Module) -> Tensor:
-        """[B, T] of the states before the responses' tokens."""
+        """Return the hidden states [B, T] before the response tokens."""
         value_N = token_values(model, self.batch)
         rows = value_N.split(self.batch.lengths.tolist())
         responses = [row[int(n) :] for row, n in zip(rows, self.prompt_B, strict=True)]
@@ -212,5 +215,5 @@ class Padded:
 
 
 def value_model(path: str) -> nn.Module:
-    """The critic that both sides start from, with its new head."""
+    """Return the initial critic of both sides, with its new head."""
     return load_value_model(path, seed=42)

@@ -1,4 +1,4 @@
-"""Fixtures of the plug-ins' tests: tiny models, and packages of other projects that provide plug-ins."""
+"""Fixtures for the tests of plug-ins: tiny models, and packages of other projects that provide plug-ins."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping

@@ -1,8 +1,8 @@
 """Import a tree without one of its plug-ins, and plan runs in it.
 
-usage (in the tree): python deleted.py < {"plans": {"<name>": ["<recipe>", "<option>", ...]}}
+Usage (inside the tree): python deleted.py < {"plans": {"<name>": ["<recipe>", "<option>", ...]}}
 
-It prints, as JSON, the modules that cannot be imported and why, and the exit code and error of each plan.
+It prints as JSON the modules that cannot be imported, with the reason, and the exit code and error of each plan.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 
 LAYERS = ("core", "components", "agents", "training", "plugins", "recipes")
 PROGRAMS = ("__main__", "_child")
-"""Endings of the names of modules that run when they are imported."""
+"""Suffixes of module names that are programs."""
 
 
 def modules() -> list[str]:
@@ -50,7 +50,7 @@ def plan(recipe: str, options: list[str]) -> tuple[int, str]:
 
 if __name__ == "__main__":
     plans: dict[str, list[str]] = json.load(sys.stdin)["plans"]
-    # Plans come first, so that they are made with what a recipe itself imports.
+    # The plans run first, so that they only use what the recipe itself imports.
     planned = {name: plan(recipe, options) for name, (recipe, *options) in plans.items()}
     faults = [fault for name in modules() if (fault := import_fault(name))]
     print(json.dumps({"plans": planned, "faults": faults}))

@@ -11,7 +11,7 @@ from components.models import logprobs
 from components.models.causal import token_logprobs
 from components.models.loading import load_policy
 
-# Lengths 5, 1, 8, 2: padding on three rows, and a sequence of which nothing is predicted.
+# Lengths 5, 1, 8, 2: padding on three rows, and a sequence without a predicted token.
 ROWS = [[2, 5, 9, 0, 1], [7], [2, 3, 4, 5, 6, 7, 8, 1], [11, 0]]
 
 
@@ -21,7 +21,7 @@ def batch() -> Batch:
 
 
 def logits_of(folder: Path, row: list[int]) -> Tensor:
-    """[T, V] of one sequence alone, without padding."""
+    """Return logits [T, V] of a single sequence, without padding."""
     with torch.no_grad():
         return load_policy(folder)(input_ids=torch.tensor([row])).logits[0]
 
@@ -61,7 +61,7 @@ def gradients(folder: Path, batches: list[Batch]) -> list[Tensor]:
 def test_gradients_equal_those_of_each_sequence_alone(untied_model: Path, batch: Batch) -> None:
     together = gradients(untied_model, [batch])
     alone = gradients(untied_model, [batch.select([i]) for i in range(len(batch))])
-    assert len(together) == len(alone) == 27  # 26 as in a tied Qwen2 of two layers, and the output matrix
+    assert len(together) == len(alone) == 27  # 26 parameters of a tied Qwen2 with two layers, and the output matrix
     for a, b in zip(together, alone, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 
@@ -82,7 +82,7 @@ def test_computing_logits_in_chunks_does_not_change_results(
 def test_entropy_of_a_uniform_distribution_is_the_log_of_the_vocabulary(tied_model: Path, batch: Batch) -> None:
     model = load_policy(tied_model)
     with torch.no_grad():
-        model.model.embed_tokens.weight.zero_()  # tied: all logits become 0
+        model.model.embed_tokens.weight.zero_()  # tied weights: all logits become 0
     entropy_N = token_logprobs(model, batch, with_entropy=True).entropy_N
     assert entropy_N is not None
     assert entropy_N[1].item() == pytest.approx(2.995732, abs=1e-5)  # log 20

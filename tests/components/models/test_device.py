@@ -1,4 +1,4 @@
-"""No silent computing on a CPU, and which errors leave an engine of no use."""
+"""Computation never falls back to the CPU silently, and some errors make an engine unusable."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A response ends with any token that a model's files name as an end."""
+"""A response ends with any end token that a model's files name."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,8 @@ EOS_ID = 2
     [
         ({"eos_token_id": EOS_ID}, TURN_END, [EOS_ID, END_ID]),
         ({"eos_token_id": [EOS_ID, 7]}, TURN_END, [EOS_ID, 7, END_ID]),
-        ({"eos_token_id": END_ID}, TURN_END, [EOS_ID, END_ID]),  # config.json names <eos>
+        # config.json names <eos> only the template names another end of turn
+        ({"eos_token_id": END_ID}, TURN_END, [EOS_ID, END_ID]),
         ({"eos_token_id": EOS_ID}, "<eos>", [EOS_ID, END_ID]),  # the template alone ends turns with another
         ({"do_sample": True}, "<eos>", [EOS_ID, END_ID]),
     ],
@@ -52,7 +53,7 @@ def test_a_response_ends_with_the_tokenizers_end_token_and_an_export_names_it(tm
     folder = chat_model(tmp_path / "model", eos=TURN_END, eos_token_id=EOS_ID)
     engine = HFRolloutEngine(folder)
     with torch.no_grad():
-        # Every state is the same, and so is the likeliest token.
+        # All hidden states are equal, so the most likely token is equal too.
         engine.model.model.norm.weight.zero_()
         engine.model.lm_head = torch.nn.Linear(32, END_ID + 2)
         engine.model.lm_head.bias.zero_()[END_ID] = 9.0

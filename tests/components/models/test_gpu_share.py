@@ -24,7 +24,7 @@ class Readings:
 
 
 def test_an_engine_waits_until_all_of_its_gpus_have_its_share_free(caplog: pytest.LogCaptureFixture) -> None:
-    # 0.45 of 80 GB are 36.
+    # 0.45 of 80 GB is 36 GB.
     readings = Readings((80, 20), (80, 35), (40, 36))
     with caplog.at_level(logging.WARNING):
         assert free_share(0.45, readings, within_s=60.0, every_s=0.0) == 0.45
@@ -37,7 +37,7 @@ def test_an_engine_whose_wait_for_memory_times_out_uses_the_free_memory_and_logs
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        # 27 of 80 GB are 0.3375, which is rounded down.
+        # 27 of 80 GB is 0.3375, which is rounded down.
         assert free_share(0.45, Readings((80, 27)), within_s=0.0) == 0.33
     assert re.search(says("0.33", "0.45"), caplog.messages[-1])
 

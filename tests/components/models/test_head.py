@@ -1,4 +1,4 @@
-"""M states that have a label, H numbers of a state, V vocabulary, N all tokens of a batch."""
+"""Legend: M states with a label, H dimensions of a state, V vocabulary, N all tokens of a batch."""
 
 import subprocess
 import sys
@@ -73,7 +73,7 @@ def test_gradients_pass_gradcheck(rows: int) -> None:
 @pytest.mark.parametrize("casts", [False, True], ids=["", "autocast"])
 def test_values_and_gradients_equal_those_of_complete_logits(dtype: str, rtol: float, rows: int, casts: bool) -> None:
     ours, theirs = layer(getattr(torch, dtype)), layer(getattr(torch, dtype))
-    # Some labels count for nothing, and the entropy of one.
+    # Some labels have no gradient, and one entropy has none.
     weight_M = torch.tensor([1.0, 0.0, -2.0, 0.5, 0.0, 1.0, 3.0])
     results = []
     ways: list[Callable[..., Any]] = [partial(state_logprobs, with_entropy=True), by_logits]
@@ -101,8 +101,8 @@ def test_autocast_computes_logits_in_bfloat16_and_the_rest_in_float32() -> None:
 
 
 def test_sums_over_bfloat16_chunks_are_accumulated_in_float32() -> None:
-    # 300 states of 1, whose label is one of two alike: each adds 1/2 to the gradient of its weight. Sums in bfloat16
-    # stop at 128, where it has only whole numbers.
+    # 300 one-dimensional states whose label is one of two equal logits: each adds 1/2 to the gradient of its weight. A
+    # bfloat16 sum stops at 128, because the spacing of numbers is 1 there.
     weight_VH = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     state_MH, label_M = torch.ones(300, 1, dtype=torch.bfloat16), torch.zeros(300, dtype=torch.int64)
     with small_chunks(rows=1):
@@ -153,7 +153,7 @@ def test_training_from_hidden_states_equals_training_from_logits(
         learned.append((torch.stack([output.logprob_N, output.entropy_N]), gradients))
     torch.testing.assert_close(learned[0][0], learned[1][0], rtol=0, atol=1e-6)
     for name, gradient in learned[1][1].items():
-        # Of gradients of about 2: each kind of CPU adds products up in an order of its own.
+        # Tolerance for gradients of about 2: CPU types differ in the order of summation.
         torch.testing.assert_close(
             learned[0][1][name], gradient, rtol=0, atol=1e-5 * max(1.0, float(gradient.abs().max()))
         )
@@ -171,7 +171,7 @@ def test_only_states_with_a_label_are_multiplied(
     monkeypatch.setattr(head_logprobs, "linear", counted)
     with small_chunks(rows=5):
         token_logprobs(model, batch)
-    # Of 4 rows of 7 positions, the 12 tokens that have one before them.
+    # In 4 rows of 7 positions, 12 tokens have a predecessor.
     assert sizes == [5, 5, 2]
 
 
@@ -198,7 +198,7 @@ def test_a_model_that_modifies_its_logits_is_evaluated_through_its_logits(
 
 def test_a_replaced_head_is_called_unchanged(tied_model: Path, batch: Batch) -> None:
     class Louder(nn.Linear):
-        """As an adapter is: it computes more than its weights say."""
+        """Like an adapter: its output does not follow from its weights alone."""
 
         def forward(self, input: Tensor) -> Tensor:
             return 2 * super().forward(input)
@@ -212,7 +212,7 @@ def test_a_replaced_head_is_called_unchanged(tied_model: Path, batch: Batch) -> 
     torch.testing.assert_close(token_logprobs(model, batch, temperature=1.0).logprob_N, expected_N, rtol=0, atol=1e-5)
 
 
-# Prints by how many bytes memory grew at its peak, over the bytes of the logits in float32.
+# Program that prints the peak growth of memory relative to the bytes of the float32 logits.
 MEASURE = """
 import re, torch
 from components.models.head import state_logprobs
@@ -238,5 +238,5 @@ def test_the_complete_logits_are_never_in_memory() -> None:
         [sys.executable, "-c", MEASURE], cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=540
     )
     assert done.returncode == 0, done.stderr
-    # Chunks of 335 rows, with a few copies at a time while the next one is made.
+    # Chunks of 335 rows, with a few copies while the next chunk is computed.
     assert float(done.stdout) < 0.6

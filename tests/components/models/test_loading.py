@@ -1,4 +1,4 @@
-"""Causal models loaded with the attention and the type that were asked for."""
+"""Causal models loaded with the requested attention and dtype."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from components.models.loading import load_policy
 from components.models.value_model import load_value_model
 from tests.messages import says
 
-# Lengths 5, 1, 8, 2: padding on three rows, and a sequence of which nothing is predicted.
+# Lengths 5, 1, 8, 2: padding on three rows, and a sequence without a predicted token.
 ROWS = [[2, 5, 9, 0, 1], [7], [2, 3, 4, 5, 6, 7, 8, 1], [11, 0]]
 
 
@@ -23,7 +23,7 @@ def batch() -> Batch:
 def test_the_requested_attention_is_used_with_equal_results(tied_model: Path, batch: Batch) -> None:
     eager = load_policy(tied_model, attn_implementation="eager")
     assert eager.config._attn_implementation == "eager"
-    assert load_policy(tied_model).config._attn_implementation == "sdpa"  # what transformers chooses
+    assert load_policy(tied_model).config._attn_implementation == "sdpa"  # the default of transformers
     torch.testing.assert_close(
         token_logprobs(eager, batch).logprob_N, token_logprobs(load_policy(tied_model), batch).logprob_N
     )

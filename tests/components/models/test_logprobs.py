@@ -1,4 +1,4 @@
-"""R rows of logits, V vocabulary, M labels; B sequences of at most T tokens."""
+"""Legend: R rows of logits, V vocabulary, M labels; B sequences of at most T tokens."""
 
 import math
 import subprocess
@@ -19,7 +19,7 @@ from components.models.causal import token_logprobs
 from components.models.logprobs import label_logprobs
 from tests.messages import says
 
-# Nothing to add to at 0, ties, what overflows exp, and what a mask of the logits puts in.
+# Special logits: 0, ties, values that overflow exp, and values that masks of logits use.
 logit = st.one_of(st.floats(-8, 8, width=32), st.sampled_from([0.0, 1.0, 1000.0, -1000.0, -math.inf]))
 upstream = st.one_of(st.just(0.0), st.floats(-2, 2, width=32))
 
@@ -30,7 +30,7 @@ def cases(draw: st.DrawFn) -> tuple[list[list[float]], list[int], list[int], lis
     width = draw(st.integers(1, 9))
     one_row = st.tuples(st.floats(-8, 8, width=32), st.lists(logit, min_size=width - 1, max_size=width - 1))
     rows = [[first, *rest] for first, rest in draw(st.lists(one_row, max_size=40))]
-    # Any of the rows in any order: those of padding and of last tokens have no label.
+    # Rows may be selected in any order. Rows of padding and of last tokens have no label.
     chosen = draw(st.permutations(range(len(rows))))[: draw(st.integers(0, len(rows)))]
     possible = [[v for v, x in enumerate(rows[r]) if x > -math.inf] for r in chosen]
     labels = [draw(st.sampled_from(columns)) for columns in possible]
@@ -39,7 +39,7 @@ def cases(draw: st.DrawFn) -> tuple[list[list[float]], list[int], list[int], lis
 
 
 def slow_distribution(row: list[float], scale: float) -> tuple[list[float], list[float]]:
-    """Log-probabilities and probabilities of softmax(row / scale), in double precision."""
+    """Return log-probabilities and probabilities of softmax(row / scale) in double precision."""
     shifted = [(x - max(row)) / scale for x in row]
     log_sum = math.log(sum(math.exp(x) for x in shifted))
     return [x - log_sum for x in shifted], [math.exp(x - log_sum) for x in shifted]
@@ -89,8 +89,8 @@ def test_values_and_gradients_agree_with_a_scalar_loop_for_every_chunk_size(
 
 
 def test_a_row_equals_a_calculation_by_hand() -> None:
-    # Logits 0 and 2 log 3 at temperature 2: p = 1/4, 3/4. Entropy log 4 - 3/4 log 3.
-    # d log p_0 = (1 - 1/4, -3/4) / 2. The row before it has no label.
+    # Logits 0 and 2 log 3 at temperature 2: p = 1/4, 3/4. Entropy log 4 - 3/4 log 3. d log p_0 = (1 - 1/4, -3/4) / 2.
+    # The previous row has no label.
     leaf_RV = torch.tensor([[5.0, 7.0], [0.0, 2 * math.log(3)]], requires_grad=True)
     logprob_M, entropy_M = label_logprobs(leaf_RV * 1, torch.tensor([1]), torch.tensor([0]), 2.0, with_entropy=True)
     assert entropy_M is not None
@@ -107,7 +107,7 @@ def test_a_row_equals_a_calculation_by_hand() -> None:
     ids=["logprob", "entropy", "both"],
 )
 def test_gradients_pass_gradcheck(weigh: Callable[[Tensor, Tensor], Tensor]) -> None:
-    # Of a leaf, which is not overwritten: gradcheck goes backward many times.
+    # The logits are a leaf, which is not overwritten, because gradcheck runs backward many times.
     row_M, label_M = torch.tensor([4, 0, 2]), torch.tensor([1, 6, 1])
 
     def compute(logits_RV: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ def test_gradients_pass_gradcheck(weigh: Callable[[Tensor, Tensor], Tensor]) -> 
 
 
 def by_log_softmax(logits_RV: Tensor, row_M: Tensor, label_M: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The straightforward way, with several copies of the logits."""
+    """The plain computation, with several copies of the logits."""
     logprob_MV = (logits_RV[row_M].float() / scale).log_softmax(-1)
     return logprob_MV.gather(1, label_M[:, None]).squeeze(1), -(logprob_MV.exp() * logprob_MV).sum(-1)
 
@@ -146,7 +146,7 @@ def test_values_and_gradients_are_those_of_log_softmax_to_rounding(dtype: str, s
     (weight_M * (expected_M + expected_entropy_M)).sum().backward()
     assert leaf_RV.grad is not None
     assert leaf_RV.grad.dtype == leaf_RV.dtype
-    # A last bit of the 16-bit types is 2^-8 and 2^-11 of a number.
+    # The relative spacing of the 16-bit types is 2^-8 and 2^-11.
     tolerance = {"float32": 1e-5, "bfloat16": 2**-7, "float16": 2**-10}[dtype]
     torch.testing.assert_close(leaf_RV.grad, other_RV.grad, rtol=tolerance, atol=1e-5)
 
@@ -194,7 +194,7 @@ def test_a_second_derivative_is_an_error() -> None:
 
 
 def test_rows_that_share_memory_are_not_overwritten() -> None:
-    # Three times the same row: the gradient of the row is the sum over all of them.
+    # The same row three times: its gradient is the sum of all three.
     leaf_V = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
     shared_RV = (leaf_V * 1).expand(3, 3)
     label_logprobs(shared_RV, ROW_M, LABEL_M)[0].sum().backward()
@@ -242,7 +242,7 @@ def test_a_nan_affects_only_its_row_and_only_if_the_row_is_used() -> None:
     label_logprobs(leaf_RV * 1, ROW_M, LABEL_M)[0].sum().backward()
     assert leaf_RV.grad is not None
     assert leaf_RV.grad.isnan().any(1).tolist() == [False, False, True]
-    # A NaN from above is not taken for a gradient of 0.
+    # An incoming NaN gradient is not treated as a gradient of 0.
     leaf_RV = leaf()
     logprob_M, entropy_M = label_logprobs(leaf_RV * 1, ROW_M, LABEL_M, with_entropy=True)
     assert entropy_M is not None
@@ -252,7 +252,7 @@ def test_a_nan_affects_only_its_row_and_only_if_the_row_is_used() -> None:
 
 
 def test_a_label_with_masked_logit_has_logprob_minus_infinity() -> None:
-    # The others are 1/2 each: entropy log 2, and d log p_label = (1, -1/2, -1/2).
+    # The other probabilities are 1/2 each: entropy log 2, and d log p_label = (1, -1/2, -1/2).
     leaf_RV = torch.tensor([[-math.inf, 4.0, 4.0]], requires_grad=True)
     logprob_M, entropy_M = label_logprobs(leaf_RV * 1, torch.tensor([0]), torch.tensor([0]), with_entropy=True)
     assert entropy_M is not None
@@ -285,7 +285,7 @@ def test_invalid_arguments_are_rejected() -> None:
 
 
 class Table(nn.Module):
-    """A policy that looks at one token only, and gives its logits as `shape_logits` returns them from [B, T, V]."""
+    """A policy whose logits depend on one token only. `shape_logits` transforms them from [B, T, V]."""
 
     def __init__(self, shape_logits: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -328,8 +328,8 @@ def test_sequences_of_one_token_are_still_part_of_a_graph() -> None:
     assert not model.embedding.weight.grad.any()
 
 
-# Prints by how much of the logits' bytes memory grew at its peak over when the logits were there. The peak is that of
-# the whole process, so the frugal way comes first; the logits of the second way lie where those of the first lay.
+# Program that prints the peak growth of memory relative to the logits. The peak is that of the whole process, so the
+# memory-saving variant runs first, and the logits of the second variant reuse the memory of the first.
 MEASURE = """
 import re, torch
 from components.models.logprobs import label_logprobs
@@ -362,4 +362,4 @@ def test_only_the_gradient_is_as_large_as_the_logits() -> None:
     assert done.returncode == 0, done.stderr
     chunked, naive = map(float, done.stdout.split())
     assert chunked < 1.25
-    assert naive > 1.9  # so the measure measures
+    assert naive > 1.9  # the second number shows that the measurement works

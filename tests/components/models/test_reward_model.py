@@ -1,7 +1,4 @@
-"""Scores of whole sequences, against transformers' own classifiers.
-
-B sequences.
-"""
+"""Scores of whole sequences, compared with the classifiers of transformers. Legend: B sequences."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +16,7 @@ from components.train.config import FrozenConfig, PassLimits
 from tests.messages import says
 
 PAD = 3
-# With the padding token in the middle, at the end, everywhere, and nowhere.
+# Rows with the padding token in the middle, at the end, everywhere, and nowhere.
 ROWS = [[5, 6, 7], [5, PAD, PAD, 8, 9, 2], [11, 4, PAD], [PAD], [PAD, PAD], [1, 2, 4, 5, 6, 7, 8, 9, 10, 11]]
 BOS_EOS: dict[str, Any] = {"vocab_size": 20, "num_labels": 1, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2}
 GATED: dict[str, Any] = {
@@ -33,11 +30,11 @@ GATED: dict[str, Any] = {
 CLASSIFIERS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**BOS_EOS, **GATED)),
     "qwen2": lambda: transformers.Qwen2ForSequenceClassification(transformers.Qwen2Config(**BOS_EOS, **GATED)),
-    # Whose backbone has another name, and positions of its own making.
+    # A model whose backbone has another name and learned positions.
     "gpt2": lambda: transformers.GPT2ForSequenceClassification(
         transformers.GPT2Config(**BOS_EOS, n_embd=32, n_layer=2, n_head=4, initializer_range=0.2)
     ),
-    # Whose states are smaller than its layers.
+    # A model whose states are smaller than its layers.
     "opt": lambda: transformers.OPTForSequenceClassification(
         transformers.OPTConfig(
             **BOS_EOS,
@@ -65,7 +62,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def alone(folder: Path) -> list[float]:
-    """The score of each row by itself in transformers, which has no padding to look for."""
+    """Return the score of each single row in transformers, so that no padding is needed."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     model.config.pad_token_id = None
     with torch.no_grad():

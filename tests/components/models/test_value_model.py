@@ -1,4 +1,4 @@
-"""N all tokens of a batch end to end, T tokens of a sequence, H numbers of a state."""
+"""Legend: N all tokens of a batch end to end, T tokens of a sequence, H dimensions of a state."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from components.models.causal import token_values
 from components.models.value_model import load_value_model
 from tests.messages import says
 
-# Lengths 5, 1, 8, 2: padding on three rows, and a sequence of which nothing is predicted.
+# Lengths 5, 1, 8, 2: padding on three rows, and a sequence without a predicted token.
 ROWS = [[2, 5, 9, 0, 1], [7], [2, 3, 4, 5, 6, 7, 8, 1], [11, 0]]
 
 
@@ -71,7 +71,7 @@ def test_a_head_of_another_name_is_found_under_its_name_only(untied_model: Path,
     assert torch.equal(token_values(again, batch), token_values(model, batch))
     assert "value_head.weight" in load_file(tmp_path / "model.safetensors")
     assert not torch.equal(load_value_model(tmp_path, seed=6).score.weight, model.score.weight)
-    # transformers would make up a head for it, so the folder does not claim to be its classifier.
+    # transformers would create a random head for it, so the config does not name a classifier.
     assert json.loads((tmp_path / "config.json").read_text()).get("architectures") is None
 
 

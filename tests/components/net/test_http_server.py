@@ -1,4 +1,4 @@
-"""Clients that send too slowly, too much, or nothing do not block other clients and do not hold connections."""
+"""Clients that send too slowly, too much, or nothing neither block other clients nor occupy connections."""
 
 import asyncio
 import socket
@@ -55,7 +55,9 @@ async def serving(head_s: float) -> AsyncIterator[int]:
 
 
 async def replied(port: int, sent: bytes, *later: bytes) -> bytes:
-    """Return all bytes that the server sends until it closes the connection. The rest is sent in parts."""
+    """Return all bytes that the server sends until it closes the connection. The rest of the request is sent in
+    parts.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(sent)
     try:

@@ -41,7 +41,7 @@ def test_the_scorer_of_a_task_gets_the_text_after_the_prompt(sort_reward: Reward
 
 def test_separately_passed_responses_are_scored_for_any_query() -> None:
     with open_reward("exact_match") as reward:
-        # The label is a number, as data may have it; a scorer sees text.
+        # The label is a number, as in some data. A scorer gets its text.
         assert reward(["<s>q</s>"], ["q"], [12], responses=[" 12\n"]).reward_B.tolist() == [1.0]
         with pytest.raises(ValueError, match=says("'<s>q'", "'q'", "responses=")):
             reward(["<s>q"], ["q"], [12])

@@ -66,7 +66,7 @@ from components.rewards.base import RewardSettings
 with open_reward({reward_file(tmp_path, large + lines + WORTH)!r}, RewardSettings(timeout_s=120)) as reward:
     print(reward(["1", "2"], ["", ""], ["1", "2"]).reward_B.tolist())
 """
-    # What it prints goes where the run's own messages go.
+    # Its output is shown with the output of the run.
     with (tmp_path / "printed").open("wb") as printed:
         done = subprocess.run(
             [sys.executable, "-c", program],

@@ -150,7 +150,7 @@ def test_sixteen_waits_of_half_a_second_take_less_than_two_one_after_the_other()
     texts = list(map(str, range(16)))
     began = time.monotonic()
     assert by_names(compute_score)(texts, texts, texts, texts, [{}] * 16).rewards == list(range(16))
-    assert time.monotonic() - began < 4  # 8 s where each waits for the one before
+    assert time.monotonic() - began < 4  # one after the other they take 8 s
 
 
 def test_each_response_of_an_async_function_fails_alone(tmp_path: Path) -> None:

@@ -70,10 +70,10 @@ def test_numbers_next_to_the_score_are_logged_and_texts_are_kept(tmp_path: Path)
     )
     output = scored(file_of(tmp_path, body), ["s"] * 3, ["a", "plain", "b"])
     assert output.reward_B.tolist() == output.score_B.tolist() == [-1.0, 2.0, -1.0]
-    # Of the answer that has no accuracy it is not 0, which would pull the mean down.
+    # A response without accuracy is not counted as 0, which would lower the mean.
     assert [math.isnan(value) for value in output.logs["acc"].tolist()] == [False, True, False]
     assert output.logs["acc"][0] == 1.0
-    # A prediction is text, whatever it looks like: 72 and "72.0" are compared as they are written.
+    # A prediction is text even if it looks like a number: 72 and "72.0" are different.
     assert output.texts == {"pred": ["72", None, "72"], "why": ["a", None, "b"]}
     assert list(output.logs) == ["acc"]
 
@@ -116,7 +116,7 @@ def test_hanging_responses_have_separate_deadlines_and_a_batch_has_the_sum_of_th
         output = scored(code, ["s"] * 2, ["a"] * 2, timeout_s=0.2, max_failed_share=1.0)
         assert list(output.failures) == [0, 1]
         assert re.search(says("0.2 s", "response 1", "'p1'"), output.failures[1])
-        # Both at once first, which is said, and then each alone.
+        # Both responses in one call first, which is reported, and then each one alone.
         assert len(caplog.records) == len(said)
         for fact, record in zip(said, caplog.records):
             assert fact in record.getMessage()

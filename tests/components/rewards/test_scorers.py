@@ -175,7 +175,7 @@ def test_math_refuses_a_label_without_mathematics() -> None:
 
 @pytest.mark.parametrize(("name", "extra"), [("math", "math"), ("reasoning_gym", "tasks")])
 def test_a_scorer_without_its_package_names_the_install_command(name: str, extra: str) -> None:
-    # -S: no installed package is seen.
+    # -S hides installed packages.
     code = f"from components.rewards.base import check_reward; check_reward('gsm8k'); check_reward({name!r})"
     result = subprocess.run(
         [sys.executable, "-SPc", code], capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(PROJECT)}
@@ -185,7 +185,7 @@ def test_a_scorer_without_its_package_names_the_install_command(name: str, extra
 
 
 def test_math_works_in_any_thread() -> None:
-    # math-verify's own time limits are signals, which only a main thread can set.
+    # math-verify implements time limits by signals, which only the main thread can set.
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(math_answer, "\\boxed{\\frac{2}{4}}", "0.5").result() == 1.0
 

@@ -84,7 +84,7 @@ def test_a_function_runs_in_another_process_and_gets_responses_in_chunks(tmp_pat
     output = rewarded(reward_file(tmp_path, body), 10)
     assert output.reward_B.tolist() == [float(place) for place in range(10)]
     assert output.score_B.tolist() == [0.5] * 10
-    # One worker, four chunks wanted: 10 / 4 is 3 when rounded up, and 1 is left.
+    # One worker and four requested chunks: 10 / 4 rounded up is 3, and 1 response remains.
     assert output.logs["chunk"].tolist() == [3.0] * 9 + [1.0]
     assert len(set(output.logs["pid"].tolist())) == 1
     assert float(os.getpid()) not in output.logs["pid"].tolist()
@@ -99,7 +99,7 @@ def test_rewards_do_not_depend_on_the_chunk_size(tmp_path: Path, count: int, wor
 
 
 def test_workers_run_in_parallel(tmp_path: Path) -> None:
-    # Each of the first two chunks waits for the other one to be there.
+    # Each of the first two chunks waits until the other one has started.
     body = (
         f"folder = {str(tmp_path)!r}\nopen(f'{{folder}}/{{os.getpid()}}.here', 'w').close()\n"
         "while sum(name.endswith('.here') for name in os.listdir(folder)) < 2: time.sleep(0.01)\n"
@@ -204,7 +204,7 @@ def test_only_the_responses_that_crash_fail_and_they_are_named(tmp_path: Path, m
 
 def test_a_response_that_hangs_fails_at_its_deadline_and_its_process_is_killed(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    # The regular expression takes exponential time, and the interpreter is held all the while.
+    # The regular expression takes exponential time and holds the interpreter lock.
     body = write_pid(pids) + "re.match('(a+)+$', 'a' * 60 + 'b')"
     with WorkerReward(
         reward_file(tmp_path, body, imports="import re"), RewardSettings(timeout_s=0.5, max_failed_share=1.0)
@@ -219,7 +219,7 @@ def test_two_failures_in_a_small_batch_are_allowed_and_a_third_stops_the_run(tmp
     assert list(rewarded(reward_file(tmp_path, body.format(2)), 8).failures) == [0, 1]
     with pytest.raises(RewardError, match=says("3 of 8", 0.1)):
         rewarded(reward_file(tmp_path, body.format(3)), 8)
-    # Nobody was rewarded, or none may fail.
+    # No response was rewarded, or no failure is allowed.
     with pytest.raises(RewardError, match="1 of 2"):
         rewarded(reward_file(tmp_path, body.format(2)), 2)
     with pytest.raises(RewardError, match="1 of 8"):
@@ -227,7 +227,7 @@ def test_two_failures_in_a_small_batch_are_allowed_and_a_third_stops_the_run(tmp
 
 
 def test_one_failure_above_the_allowed_number_stops_the_run(tmp_path: Path) -> None:
-    # 0.29 of 100 is 29, though 0.29 * 100 is a little below.
+    # 29 failures of 100 are 0.29, although 0.29 * 100 is slightly less than 29.
     body = "if int(labels[0]) < {}: raise KeyError(labels[0])\nreturn {{'rewards': [1.0] * len(labels)}}"
     output = rewarded(reward_file(tmp_path, body.format(29)), 100, max_failed_share=0.29)
     assert list(output.failures) == list(range(29))
@@ -244,13 +244,13 @@ def test_a_function_that_always_fails_ends_the_batch_early(tmp_path: Path) -> No
     path = reward_file(tmp_path, write_pid(calls) + "raise OSError('disk full')")
     with pytest.raises(RewardError, match="101 of 1000"):
         rewarded(path, 1000)
-    # Two chunks of 64, whose responses are asked for again until the 101st has failed.
+    # Two chunks of 64. Their responses are repeated one by one until the 101st has failed.
     assert len(calls.read_text().split()) == 2 + 101
 
 
 def test_after_an_abandoned_batch_the_next_one_is_rewarded(tmp_path: Path) -> None:
     hangs = tmp_path / "hangs"
-    # Response 12 fails, for which the batch is given up, once the other worker hangs at response 11.
+    # Response 12 fails, which ends the batch, while the other worker hangs at response 11.
     body = (
         f"if '11' in labels:\n    open({str(hangs)!r}, 'w').close()\n    time.sleep(600)\n"
         f"if '12' in labels:\n    while not os.path.exists({str(hangs)!r}): time.sleep(0.01)\n    raise KeyError(12)\n"
@@ -322,7 +322,7 @@ def test_closing_from_another_thread_ends_a_hanging_call(tmp_path: Path) -> None
     wait_until_gone(*pids_in(pids, 1), timeout_s=GUARD_S)
 
 
-# What a caller's process runs: it prints nothing and hangs in the reward function.
+# Program of a calling process. It prints nothing and hangs in the reward function.
 CALLER = """
 import sys
 from components.rewards.base import RewardSettings
@@ -337,7 +337,7 @@ def test_no_child_process_outlives_its_parent_even_if_it_holds_the_gil(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     pids = tmp_path / "pids"
-    # The regular expression takes exponential time, during which no other thread of Python runs.
+    # The regular expression takes exponential time, during which no other Python thread runs.
     path = reward_file(tmp_path, write_pid(pids) + "re.match('(a+)+$', 'a' * 60 + 'b')", imports="import re")
     (tmp_path / "random.py").write_text("raise RuntimeError('where the caller stands is not where modules come from')")
     caller = subprocess.Popen(
@@ -363,7 +363,7 @@ def test_a_function_that_forks_and_returns_twice_shifts_no_reward(tmp_path: Path
 
 def test_a_function_that_writes_to_the_connection_fails_and_gives_no_reward(tmp_path: Path) -> None:
     imports = "import pickle, struct"
-    # A frame as a reply would be, without the number of the request, on every descriptor that there is.
+    # Write a frame that looks like a reply, without the request number, to every descriptor.
     body = (
         "reply = pickle.dumps(('ok', {'rewards': [9.0]}))\n"
         "for fd in map(int, os.listdir('/proc/self/fd')):\n"
@@ -379,7 +379,7 @@ def test_a_function_that_writes_to_the_connection_fails_and_gives_no_reward(tmp_
 
 def test_processes_that_reward_code_starts_in_a_new_session_end_with_it(tmp_path: Path) -> None:
     file = tmp_path / "pids"
-    # Forked twice, so that its parent has ended and it is no child of the reward process.
+    # Forked twice: its parent has ended, so it is not a child of the reward process.
     body = (
         "if os.fork() == 0:\n"
         "    os.setsid()\n"

@@ -1,8 +1,8 @@
-"""Random steps of ragged sequences, and every loss as a function of one.
+"""Random steps of ragged sequences, and every loss as a function of a step.
 
-B sequences; N all tokens of a step end to end. A step is a `Batch` with the per-token columns `x` (what is trained: the
-log-probability, or the value), `old` (before the update, or under the reference), `advantage` (or the return), `mask`,
-and `dropped` and `held`, which Clip-Cov and KL-Cov choose over the whole step.
+Legend: B sequences; N all tokens of a step end to end. A step is a `Batch` with the per-token columns `x` (trained: the
+log-probability or the value), `old` (before the update, or of the reference), `advantage` (or the return), `mask`, and
+`dropped` and `held`, the tokens that Clip-Cov and KL-Cov select over the whole step.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,9 @@ def columns(step: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_step(lengths: list[int], seed: int, kind: str = "usual", acting: float = 0.7) -> Batch:
-    """Strategy for a step of multiples of 1/16: exact in float32, so no ratio is within rounding of a limit."""
+    """Strategy for a step whose numbers are multiples of 1/16, which float32 represents exactly. No ratio is within
+    rounding of a bound.
+    """
     generator = torch.Generator().manual_seed(seed)
     size = sum(lengths)
 
@@ -92,7 +94,7 @@ def make_step(lengths: list[int], seed: int, kind: str = "usual", acting: float 
 
 
 def steps(*kinds: str) -> st.SearchStrategy[Batch]:
-    """Strategy for up to four sequences of 1 to 40 tokens, with gaps in the mask, or without any action."""
+    """Strategy for up to four sequences of 1 to 40 tokens, with gaps in the mask or without action tokens."""
     lengths = st.lists(st.one_of(st.just(1), st.integers(1, 40)), min_size=1, max_size=4)
     acting = st.sampled_from([0.7, 1.0, 0.2, 0.0])
     return st.builds(make_step, lengths, st.integers(0, 10**6), st.sampled_from(kinds or KINDS), acting)
@@ -105,7 +107,7 @@ def totals_of(step: Batch) -> Totals:
 
 
 def reduced(loss: Loss, x_N: Tensor, step: Batch, totals: Totals) -> dict[Aggregation, LossOutput]:
-    """Return the loss with each aggregation. The metrics, which do not depend on it, are in the first one."""
+    """Return the loss with each aggregation. Metrics do not depend on the aggregation and are in the first result."""
     token_loss = loss(x_N, step)
     outputs: dict[Aggregation, LossOutput] = {}
     for name in AGGREGATIONS:

@@ -1,8 +1,8 @@
-"""One rank of a group that shares the losses of one optimizer step out: the sums over all ranks, as a file.
+"""One rank of a group that divides an optimizer step: writes the sums of all losses over the ranks to a file.
 
-Usage: loss_ranks.py OUTPUT RANK WORLD_SIZE. The ranks meet at a file in OUTPUT.
+Usage: loss_ranks.py OUTPUT RANK WORLD_SIZE. A file in OUTPUT serves as rendezvous.
 
-B sequences; N all tokens of a part end to end; D numbers of the parameter.
+Legend: B sequences; N all tokens of a part end to end; D dimensions of the parameter.
 """
 
 import sys
@@ -32,7 +32,7 @@ def evaluate(parts: list[Batch], totals: Totals) -> Sums:
     for name, loss in LOSSES.items():
         for part in parts:
             parameter_D = torch.linspace(-0.1, 0.1, PARAMETERS).requires_grad_()
-            # What a parameter does to a token depends on the token alone, not on its place in a part.
+            # The effect of the parameter on a token depends only on the token, not on its position in a part.
             features_ND = torch.stack([(k * part["advantage"] + part["old"]).sin() for k in range(PARAMETERS)], 1)
             outputs = reduced(loss, part["x"] + features_ND @ parameter_D, part, totals)
             for aggregation, out in outputs.items():
@@ -56,7 +56,7 @@ def main() -> None:
     counts = torch.tensor([int(share["mask"].sum()), sum(acting_B)])
     dist.all_reduce(counts)
     tokens, sequences = counts.tolist()
-    # The second rank takes its share in two parts, the first in one.
+    # The second rank processes its share in two parts, the first rank in one.
     sums = evaluate(share.split(1 + dist.get_rank()), Totals(tokens, sequences))
     for name in sorted(sums):
         dist.all_reduce(sums[name])

@@ -1,8 +1,10 @@
-"""The formulas of OpenRLHF 0.11.0 and verl 0.10.0.dev, on rows padded on the right, and random steps to try them on.
+"""Formulas of OpenRLHF 0.11.0 and verl 0.10.0.dev on right-padded rows, and random steps to test them with.
 
-B sequences; T tokens of the longest; N all tokens of a step end to end; P prompts of G responses; K rewards. Masks are
-float64 like everything else here, 1 where the policy produced the token. Written anew, term by term, from what those
-systems compute; slow and plain. A `+ 1e-8` under a fraction is theirs.
+Legend: B sequences; T tokens of the longest; N all tokens of a step end to end; P prompts of G responses; K rewards.
+All tensors are float64. Masks are 1 for tokens of the policy.
+
+The formulas are written term by term from the behaviour of those systems, slow and plain. A `+ 1e-8` in a denominator
+is theirs.
 """
 
 from collections.abc import Callable
@@ -17,7 +19,9 @@ from torch import Tensor
 
 @dataclass
 class Step:
-    """A step as sequences end to end in float32, for our functions, and padded in float64, for the formulas here."""
+    """A step in both layouts: sequences end to end in float32 for our functions, and padded in float64 for the formulas
+    here.
+    """
 
     lengths: Tensor
     mask_N: Tensor
@@ -112,7 +116,7 @@ def assert_same_tokens(ours_N: Tensor, theirs_BT: Tensor, step: Step) -> None:
 
 
 def assert_same_loss(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor], step: Step) -> None:
-    """Return the loss of each token, and the gradient of their sum with a different weight for each."""
+    """Return the loss of each token, and the gradient of their weighted sum."""
     x_N = step["x"].clone().requires_grad_()
     x_BT = step.row("x").requires_grad_()
     loss_N = ours(x_N)
@@ -186,7 +190,7 @@ def openrlhf_kl(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
 
 
 def adaptive_kl(value: float, kl: float, target: float, horizon: float, steps: int) -> float:
-    """Rewards of both systems, which differ in their KL."""
+    """Rewards of both systems, which have different KL penalties."""
     return value * (1 + min(max(kl / target - 1, -0.2), 0.2) * steps / horizon)
 
 
@@ -209,7 +213,7 @@ def openrlhf_stop_properly(reward: float, truncated: bool, coef: float) -> float
 
 
 def surrogate(ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None = None) -> Tensor:
-    """PPO loss of both systems. OpenRLHF writes it as a gain, verl as a cost."""
+    """PPO loss of both systems. OpenRLHF maximises a gain, verl minimises a cost."""
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
     if dual is None:
         return -gain
@@ -268,7 +272,7 @@ def verl_kl(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
 
 
 def verl_mean(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    # They add 1e-8 to the count, which float32 does not feel, and float64 would.
+    # Both add 1e-8 to the count, which changes float64 results but not float32 ones.
     return (x_BT * mask_BT).sum() / mask_BT.sum()
 
 
@@ -294,7 +298,7 @@ def verl_gae(reward_BT: Tensor, value_BT: Tensor, mask_BT: Tensor, gamma: float,
 
 
 def each_group(reward_B: Tensor, group_B: Tensor, of_group: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """Results [B] of `of_group`, which is called with the rewards of each group and their positions."""
+    """Return the results [B] of `of_group`, which gets the rewards of each group and their positions."""
     out_B = torch.zeros_like(reward_B)
     for group in group_B.unique():
         place = (group_B == group).nonzero().squeeze(1)
@@ -303,7 +307,7 @@ def each_group(reward_B: Tensor, group_B: Tensor, of_group: Callable[[Tensor, Te
 
 
 def verl_centred(reward: Tensor) -> Tensor:
-    """Rewards of a group minus their mean. The mean of a group of one counts as 0."""
+    """Return the rewards of a group minus their mean. The mean of a group of one counts as 0."""
     if len(reward) == 1:
         return reward
     return reward - reward.mean()
@@ -419,7 +423,7 @@ def verl_cispo(logprob: Tensor, old: Tensor, advantage: Tensor, low: float, high
 def verl_geo_mean(
     logprob_BT: Tensor, old_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, low: float, high: float
 ) -> Tensor:
-    """Loss [B] of each row, of which verl takes the mean over a micro-batch."""
+    """Return the loss [B] of each row. verl takes its mean over a micro-batch."""
     d_BT = logprob_BT - old_BT
     sign_BT = advantage_BT.sign()
     kept_BT = sign_BT * torch.minimum(sign_BT * d_BT, sign_BT * d_BT.clamp(-low, high))

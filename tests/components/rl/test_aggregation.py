@@ -36,7 +36,8 @@ def slow_weights(step: Batch, totals: Totals, aggregation: str, max_length: int)
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
     [
-        # First sequence: 1 and 5 count, 2 does not; second: none; third: 9. Three tokens in two sequences.
+        # First sequence: 1 and 5 are action tokens, 2 is not. Second: no action token. Third: 9. Three tokens in two
+        # sequences.
         ("token-mean", 15 / 3),
         ("token-sum", 15),
         ("seq-mean-token-mean", (3 + 9) / 2),
@@ -50,7 +51,7 @@ def test_aggregates_of_three_sequences_equal_a_calculation_by_hand(aggregation: 
     lengths_B = torch.tensor([3, 1, 1])
     totals = Totals(tokens=3, sequences=2)
     assert aggregate(x_N, mask_N, lengths_B, totals, aggregation, max_length=4).item() == expected
-    # As the third part of a larger step.
+    # Aggregated as one of three parts of a larger step.
     larger = Totals(tokens=9, sequences=6)
     part = expected if aggregation == "token-sum" else expected / 3
     assert aggregate(x_N, mask_N, lengths_B, larger, aggregation, max_length=4).item() == pytest.approx(part)
@@ -110,7 +111,7 @@ def two_tokens(weight_N: Tensor | None, aggregation: Aggregation = "token-mean")
 
 
 def test_weights_change_only_the_loss() -> None:
-    # (1 + 3) / 4 = 1; (2 * 1 + 0.5 * 3) / 4 = 0.875; metrics (1 + 0) / 4 and (2 + 6) / 4 both times.
+    # (1 + 3) / 4 = 1; (2 * 1 + 0.5 * 3) / 4 = 0.875. The metrics are (1 + 0) / 4 and (2 + 6) / 4 in both cases.
     weight_N = torch.tensor([2.0, 0.5, NAN], requires_grad=True)
     assert two_tokens(None)[0] == 1.0
     assert two_tokens(weight_N)[0] == 0.875
@@ -121,7 +122,7 @@ def test_weights_change_only_the_loss() -> None:
 
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
-    # (2 * 1) and (0.5 * 3) of one sequence each; the mask holds one token of each.
+    # (2 * 1) and (0.5 * 3) of one sequence each. The mask selects one token of each.
     [("seq-mean-token-mean", 1.75), ("seq-mean-token-sum", 1.75), ("seq-mean-token-sum-norm", 0.35)],
 )
 def test_weights_apply_to_each_aggregation(aggregation: Aggregation, expected: float) -> None:

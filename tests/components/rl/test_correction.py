@@ -1,7 +1,9 @@
-"""Weights, rejection and metrics where trainer and engine disagree. B sequences, N tokens end to end.
+"""Weights, rejection and metrics of the mismatch between trainer and engine.
 
-Log-ratios are multiples of 1/8, so that differences and sums are exact in float32, and no exp of them but e^0 = 1 is a
-bound of these tests: the scalar loops and the tensors are never apart by a rounding at a bound.
+Legend: B sequences, N tokens end to end.
+
+Log-ratios are multiples of 1/8, so that differences and sums are exact in float32. Of their exponentials only e^0 = 1
+is a bound in these tests. Loops and tensors therefore never differ by rounding at a bound.
 """
 
 import math
@@ -42,7 +44,7 @@ def columns(batch: list[Tokens]) -> Columns:
 
 
 def of(*sequences: list[float]) -> Columns:
-    """Return sequences in which the policy produced every token, with log q = 0."""
+    """Return sequences that consist of action tokens, with log q = 0."""
     return columns([[(True, d, 0.0) for d in part] for part in sequences])
 
 
@@ -82,8 +84,8 @@ def slow_rejection(batch: list[Tokens], level: str, estimator: str, low: float, 
     return out
 
 
-# Two sequences, each after a token of the prompt. d = log 2, log 1/8: the product of the ratios is 1/4, their geometric
-# mean 1/2. In the second d = log 4 is that of all levels.
+# Two sequences, each after a prompt token. First: d = log 2 and log 1/8, so the product of the ratios is 1/4 and their
+# geometric mean 1/2. Second: d = log 4, the same at all levels.
 HAND = columns(
     [[(False, 0.0, 0.0), (True, LOG2, -1.0), (True, -3 * LOG2, -1.0)], [(False, 9.0, 0.0), (True, 2 * LOG2, -5.0)]]
 )
@@ -151,16 +153,17 @@ def test_rejection_by_estimate_equals_a_calculation_by_hand(
 
 
 def test_rejection_by_estimate_applies_to_single_tokens() -> None:
-    # Of d = 1 and -2 k2 is larger where q was too small (2 against 1/2), and k3 too (1.135 against 0.718).
+    # For d = 1 and -2, k2 is larger for the token whose q was too small (2 against 1/2), and so is k3 (1.135 against
+    # 0.718).
     batch = of([1.0, -2.0])
     assert rejection_weights(*batch, level="token", estimator="k2", low=None, high=0.5).tolist() == [1.0, 0.0]
     assert rejection_weights(*batch, level="token", estimator="k3", low=None, high=1.0).tolist() == [1.0, 0.0]
-    # k3 has the sign with which d = 3 (e^3 - 4 = 16.1) is worse than d = -3 (e^-3 + 2 = 2.05).
+    # With the sign used by k3, d = 3 (e^3 - 4 = 16.1) is worse than d = -3 (e^-3 + 2 = 2.05).
     assert rejection_weights(*of([3.0, -3.0]), level="token", estimator="k3", low=None, high=3.0).tolist() == [0.0, 1.0]
 
 
 def test_a_sequence_may_be_rejected_for_its_worst_token() -> None:
-    # The largest d^2 / 2 of the first sequence is 2, of the second 1/2; one without tokens has none.
+    # The maximum d^2 / 2 is 2 in the first sequence and 1/2 in the second. A sequence without tokens has none.
     batch = of([1.0, -2.0], [], [1.0, 0.5])
     kept_N = rejection_weights(*batch, level="max", estimator="k2", low=None, high=1.0)
     assert kept_N.tolist() == [0.0, 0.0, 1.0, 1.0]
@@ -174,8 +177,8 @@ def test_opposite_deviations_cancel_in_the_sequence_ratio_but_not_in_an_estimate
 
 
 def test_masked_importance_sampling_clamps_the_weights_that_it_keeps() -> None:
-    # OpenRLHF's own numbers: log q = -3, 3, 0, 0 under log p = 0. The geometric mean is 1, so all are kept; with the
-    # clamp to [0.5, 5] their weights are 5, 0.5, 1, 1, whose mean is 1.875. Without it e^3 alone is 20.
+    # OpenRLHF's numbers: log q = -3, 3, 0, 0 and log p = 0. The geometric mean is 1, so all tokens are kept. Clamped to
+    # [0.5, 5] their weights are 5, 0.5, 1, 1 with mean 1.875. Without clamping e^3 alone is 20.
     batch = of([3.0, -3.0, 0.0, 0.0])
     kept_N = rejection_weights(*batch, level="geometric", estimator="k1", low=0.5, high=5.0)
     weight_N = importance_weights(*batch, level="token", low=0.5, high=5.0, outside="clamp")
@@ -239,7 +242,7 @@ def test_rejection_by_the_worst_token_rejects_its_whole_sequence(
 
 @pytest.mark.parametrize("level", get_args(Level))
 def test_a_nan_of_an_action_token_stays_in_its_token_or_sequence(level: Level) -> None:
-    # The second of three sequences has a NaN in its first action token; its prompt token stays 0.
+    # The second of three sequences has a NaN in its first action token. Its prompt token stays 0.
     batch = columns(
         [[(True, 0.0, -1.0)], [(False, 0.0, 0.0), (True, NAN, -1.0), (True, 0.0, -1.0)], [(True, 0.0, -1.0)]]
     )
@@ -276,14 +279,15 @@ def test_no_gradient_flows_into_weights_and_inputs_are_unchanged() -> None:
 
 
 def test_mismatch_metrics_equal_a_calculation_by_hand() -> None:
-    # w = 2, 1/2 in one sequence, 4 in another; a third without actions.
+    # w = 2 and 1/2 in one sequence, 4 in another, and a third one without actions.
     batch = columns(
         [[(True, LOG2, -1.0), (True, -LOG2, -1.0)], [(False, 0.0, 0.0)], [(True, 2 * LOG2, -1.0), (False, 0.0, 0.0)]]
     )
     actual = mismatch_metrics(*batch, low=0.6, high=3.0)
     assert actual == pytest.approx(
         {
-            "mismatch_kl": -2 * LOG2 / 3,  # -(log 2 - log 2 + 2 log 2) / 3
+            # -(log 2 - log 2 + 2 log 2) / 3 the mean of w - 1, and the same of the logarithms
+            "mismatch_kl": -2 * LOG2 / 3,
             "mismatch_k3": (1 - 0.5 + 3 - 2 * LOG2) / 3,  # w - 1 of each, and the same logs
             "chi_square_token": (4 + 0.25 + 16) / 3 - 1,
             "chi_square_sequence": (1 + 16) / 2 - 1,  # products 1 and 4
@@ -332,13 +336,13 @@ def test_metrics_agree_with_a_scalar_loop(batch: list[Tokens], bounds: tuple[flo
 @given(st.lists(st.floats(-(2**-10), 2**-10, width=32), min_size=1, max_size=40))
 @settings(max_examples=60, deadline=None)
 def test_a_small_mismatch_keeps_its_digits(ds: list[float]) -> None:
-    # exp(d) - 1 - d is d^2 / 2 + d^3 / 6 to d^4: in float32 exp(d) - 1 would have no digit of it left.
+    # exp(d) - 1 - d is about d^2 / 2 + d^3 / 6. Computed as exp(d) - 1 in float32 it would have no correct digit.
     slow = math.fsum(d * d / 2 + d**3 / 6 for d in ds) / len(ds)
     assert mismatch_metrics(*of(ds))["mismatch_k3"] == pytest.approx(slow, rel=1e-5, abs=1e-15)
 
 
 def test_a_small_estimate_differs_from_zero() -> None:
-    # d = 2^-12: k3 is d^2 / 2 = 3e-8, where float32 exp(d) - 1 - d is 0.
+    # d = 2^-12: k3 is d^2 / 2 = 3e-8, whereas exp(d) - 1 - d is 0 in float32.
     batch = of([2**-12])
     for high, expected in ((1e-8, [0.0]), (4e-8, [1.0])):
         assert rejection_weights(*batch, level="token", estimator="k3", low=None, high=high).tolist() == expected

@@ -28,7 +28,7 @@ def covariances_of(step: Batch) -> Tensor:
 
 
 def test_covariances_equal_a_calculation_by_hand() -> None:
-    # Means -2 and 1 over the three that act: (-1 + 2) (4 - 1) = 3, (-2 + 2) (-2 - 1) = 0, (-3 + 2) (1 - 1) = 0.
+    # Means -2 and 1 over the three action tokens: (-1 + 2) (4 - 1) = 3, (-2 + 2) (-2 - 1) = 0, (-3 + 2) (1 - 1) = 0.
     old_N = torch.tensor([-1.0, NAN, -2.0, -3.0], requires_grad=True)
     advantage_N = torch.tensor([4.0, INF, -2.0, 1.0], requires_grad=True)
     found_N = covariances(old_N, advantage_N, torch.tensor([True, False, True, True]))
@@ -46,16 +46,17 @@ def test_covariances_agree_with_a_scalar_loop(step: Batch) -> None:
     mean_old = sum(x for x, acts in zip(old, mask) if acts) / count
     mean_advantage = sum(x for x, acts in zip(advantage, mask) if acts) / count
     slow = [(p - mean_old) * (a - mean_advantage) if acts else 0.0 for acts, p, a in zip(mask, old, advantage)]
-    # Float32 has four digits after the point of a log-probability of -1e4.
+    # A float32 log-probability of -1e4 has a precision of about 1e-3.
     assert covariances_of(step).tolist() == pytest.approx(slow, rel=1e-4, abs=1e-2 if min(old) < -999 else 1e-4)
 
 
 def test_clip_cov_drops_tokens_within_the_bounds_with_the_smallest_random_numbers() -> None:
-    # Between 1 and 5 and acting: tokens 1, 2 and 5, in the order 5, 1, 2 of their random numbers.
+    # Action tokens with covariances between 1 and 5: tokens 1, 2 and 5, in the order 5, 1, 2 of their random numbers.
     covariance_N = torch.tensor([0.5, 2.0, 4.0, 9.0, 3.0, 1.5, 1.0, 5.0])
     uniform_N = torch.tensor([0.0, 0.5, 0.9, 0.1, 0.2, 0.3, 0.0, 0.0])
     mask_N = torch.tensor([1, 1, 1, 1, 0, 1, 1, 1]).bool()
-    # Seven act: a share of 0.3 is 2 tokens, rounded down; a share of 0 and of 0.1 one; of 1, all that are between.
+    # Seven action tokens: a share of 0.3 selects 2 (rounded down), shares of 0 and 0.1 select one, a share of 1 all
+    # candidates.
     for share, expected in [(0.3, [1, 5]), (0.0, [5]), (0.1, [5]), (1.0, [1, 2, 5])]:
         dropped_N = clip_cov_tokens(covariance_N, mask_N, uniform_N, share=share, low=1.0, high=5.0)
         assert dropped_N.nonzero().squeeze(1).tolist() == expected
@@ -65,7 +66,7 @@ def test_clip_cov_drops_tokens_within_the_bounds_with_the_smallest_random_number
 def test_kl_cov_penalises_tokens_with_the_largest_covariances() -> None:
     covariance_N = torch.tensor([0.5, 2.0, 4.0, NAN, -3.0, 1.5])
     mask_N = torch.tensor([1, 1, 1, 0, 1, 1]).bool()
-    # Five act: a share of 0.5 is 2 tokens, of 0 and of 0.1 one.
+    # Five action tokens: a share of 0.5 selects 2, shares of 0 and 0.1 select one.
     for share, expected in [(0.5, [1, 2]), (0.0, [2]), (0.1, [2]), (1.0, [0, 1, 2, 4, 5])]:
         held_N = kl_cov_tokens(covariance_N, mask_N, share=share)
         assert held_N.nonzero().squeeze(1).tolist() == expected
@@ -85,7 +86,7 @@ def test_the_selected_tokens_agree_with_a_scalar_loop(step: Batch, share: float,
     assert dropped_N.nonzero().squeeze(1).tolist() == sorted(t for _, t in between[:count])
     held_N = kl_cov_tokens(covariance_N, mask_N, share=share)
     assert not (held_N & ~mask_N).any()
-    # Of equal covariances any may be held.
+    # Of equal covariances any may be selected.
     largest = sorted((covariance[t] for t in acting), reverse=True)[:count]
     assert sorted(covariance_N[held_N].tolist(), reverse=True) == largest
 
@@ -108,7 +109,7 @@ def test_the_selection_does_not_depend_on_the_order_of_sequences_or_environment_
         dropped_N = clip_cov_tokens(covariance_N, mask_N, of["uniform"], share=share, low=0.0, high=0.2)
         return of.with_tokens(dropped=dropped_N, held=kl_cov_tokens(covariance_N, mask_N, share=share))
 
-    # A sum in another order rounds differently, which must not decide between two tokens.
+    # The rounding of a sum in another order must not decide between two tokens.
     limits_N = torch.cat([covariances_of(step)[step["mask"]], torch.tensor([0.0, 0.2])]).sort().values
     assume(bool((limits_N.diff() > 1e-5).all()))
     order = torch.randperm(len(step), generator=generator)
@@ -139,7 +140,7 @@ def two_tokens(chosen: list[bool], name: str) -> tuple[list[float], list[float],
 
 
 def test_clip_cov_equals_a_calculation_by_hand() -> None:
-    # 2 and -3/2 as PPO has them; a dropped token has neither loss nor gradient.
+    # PPO gives 2 and -3/2. A dropped token has neither loss nor gradient.
     assert two_tokens([False, False], "clip")[:2] == (pytest.approx([2.0, -1.5]), pytest.approx([2.0, -1.5]))
     loss, slope, metrics = two_tokens([True, False], "clip")
     assert (loss, slope) == (pytest.approx([0.0, -1.5]), pytest.approx([0.0, -1.5]))
@@ -148,7 +149,7 @@ def test_clip_cov_equals_a_calculation_by_hand() -> None:
 
 
 def test_kl_cov_equals_a_calculation_by_hand() -> None:
-    # -r A is 2 and -3/2; held tokens cost half of ln 2 more, and their slope is 1/2 more upwards, 1/2 less downwards.
+    # -r A is 2 and -3/2. Penalised tokens have half of ln 2 added, and their slope changes by +1/2 and -1/2.
     assert two_tokens([False, False], "kl")[:2] == (pytest.approx([2.0, -1.5]), pytest.approx([2.0, -1.5]))
     loss, slope, metrics = two_tokens([True, True], "kl")
     assert loss == pytest.approx([2.0 + LN2 / 2, -1.5 + LN2 / 2])
@@ -228,7 +229,7 @@ def test_without_action_tokens_nothing_is_selected(size: int) -> None:
 
 def test_a_nan_of_an_action_token_is_returned_by_the_covariances() -> None:
     found_N = covariances(torch.tensor([NAN, -1.0]), torch.ones(2), torch.ones(2).bool())
-    # Their mean is over the whole step, so that it reaches all tokens.
+    # Their mean is over the whole step, so a change affects all tokens.
     assert found_N.isnan().all()
 
 

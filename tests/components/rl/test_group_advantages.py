@@ -12,7 +12,7 @@ from components.rl.advantages import group_mean_baseline, group_norm, group_std,
 from components.rl.group_advantages import gdpo, gpg, grpo_passk, opo
 from tests.messages import says
 
-# Few different rewards and groups, so that equal rewards, large groups and single responses all occur.
+# A strategy with few different rewards and groups, so that equal rewards, large groups and single responses all occur.
 responses = st.lists(
     st.tuples(st.sampled_from([-(10**12), -1, 0, 3, 2**40]), st.sampled_from([-1.5, 0.0, 0.1, 0.3, 1.0, 1000.1])),
     max_size=40,
@@ -41,11 +41,13 @@ ESTIMATORS: dict[str, Estimator] = {
 @pytest.mark.parametrize(
     ("rewards", "groups", "mean_baseline", "left_out", "normed"),
     [
-        # Mean 3. Others' means 4 and 2, 1 - 4 = -3. Deviation of 1, 3, 5: sqrt((4 + 0 + 4) / 2) = 2.
+        # Mean 3. The means of the others are 4 and 2, and 1 - 4 = -3. Standard deviation of 1, 3, 5: sqrt((4 + 0 + 4) /
+        # 2) = 2.
         ([1, 3, 5], [7, 7, 7], [-2, 0, 2], [-3, 0, 3], [-1, 0, 1]),
-        # Groups lie across each other: 4 and 0 (mean 2, deviation sqrt(8)) in group 9, 1 and 1 in group -2.
+        # Groups are interleaved: 4 and 0 (mean 2, deviation sqrt(8)) in group 9, 1 and 1 in group -2.
         ([4, 1, 0, 1], [9, -2, 9, -2], [2, 0, -2, 0], [4, 0, -4, 0], [0.5**0.5, 0, -(0.5**0.5), 0]),
-        # Of different sizes: 1, 0, 0, 0 (mean 1/4, deviation sqrt((9 + 3) / 16 / 3) = 1/2) and one alone.
+        # Groups of different sizes: 1, 0, 0, 0 (mean 1/4, deviation sqrt((9 + 3) / 16 / 3) = 1/2), and a single
+        # response.
         (
             [1, 8, 0, 0, 0],
             [0, 1, 0, 0, 0],
@@ -71,7 +73,8 @@ def test_baselines_of_groups_equal_a_calculation_by_hand(
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e-30, 7.7e30, -1000.1])
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_rewards_all_equal_give_exactly_zero(name: str, reward: float) -> None:
-    # The sum of seven float32 numbers 0.1, divided by 7, is not that number; the difference over 1e-9 is no advantage.
+    # The float32 sum of seven numbers 0.1, divided by 7, is not exactly 0.1. The difference over 1e-9 must not become
+    # an advantage.
     for size in (1, 2, 3, 7, 49):
         reward_B = torch.full((size + 2,), reward)
         reward_B[-2:] = torch.tensor([0.0, 1.0])
@@ -144,7 +147,8 @@ def test_a_nan_reward_stays_in_its_group(name: str) -> None:
 
 
 def test_rewards_that_differ_only_by_rounding_have_tiny_advantages() -> None:
-    # One of four is 2^-23 above 1: 0.75 * 2^-23 over the deviation of 2^-24 and 1e-4 is 0.0009; over 1e-9, 1.5.
+    # One of four is larger than 1 by 2^-23: 0.75 * 2^-23 over the deviation 2^-24 plus 1e-4 is 0.0009; plus 1e-9 it is
+    # 1.5.
     reward_B = torch.tensor([1.0, 1.0, 1.0, 1.0 + 2**-23])
     group_B = torch.zeros(4, dtype=torch.int64)
     assert group_norm(reward_B, group_B).abs().max() == pytest.approx(0.0009, abs=1e-5)
@@ -159,7 +163,8 @@ def test_a_larger_epsilon_makes_advantages_smaller() -> None:
 
 
 def test_long_responses_have_more_weight_in_the_baseline_of_opo() -> None:
-    # (10 * 1 + 30 * 0) / 40 = 1/4. The other group: (1 * 2 + 1 * 4 + 2 * 7) / 4 = 5. One alone; two of no tokens.
+    # (10 * 1 + 30 * 0) / 40 = 1/4. The other group: (1 * 2 + 1 * 4 + 2 * 7) / 4 = 5. Also a single response, and two
+    # without tokens.
     found_B = opo(
         torch.tensor([1.0, 0.0, 2.0, 4.0, 7.0, 3.0, 1.0, 5.0]),
         torch.tensor([10, 30, 1, 1, 2, 9, 0, 0]),
@@ -184,7 +189,8 @@ def test_opo_agrees_with_a_scalar_loop(batch: list[tuple[int, float]], lengths: 
 
 
 def test_groups_of_equal_rewards_do_not_dilute_gpg() -> None:
-    # Four responses, two of them in a group that says something: its differences of 1/2 count twice; half of it at 2.
+    # Four responses, two of them in an informative group: its differences of 1/2 count twice. The weight is limited to
+    # 2.
     reward_B = torch.tensor([1.0, 0.0, 1.0, 1.0])
     group_B = torch.tensor([0, 0, 1, 1])
     assert gpg(reward_B, group_B).tolist() == [1.0, -1.0, 0.0, 0.0]
@@ -195,7 +201,8 @@ def test_groups_of_equal_rewards_do_not_dilute_gpg() -> None:
 
 
 def test_only_the_single_best_response_has_a_pass_at_k_advantage() -> None:
-    # 5 is 2 ahead of 3; deviation of 1, 3, 5 is 2. Two best responses share the lead; one alone leads nobody.
+    # 5 is ahead of 3 by 2. The deviation of 1, 3, 5 is 2. Two equal best responses, and a single response, have no
+    # lead.
     reward_B = torch.tensor([1.0, 5.0, 3.0, 1.0, 1.0, 0.0, 9.0])
     group_B = torch.tensor([0, 0, 0, 1, 1, 1, 2])
     assert grpo_passk(reward_B, group_B, divide_by_std=False).tolist() == [0, 2, 0, 0, 0, 0, 0]
@@ -203,8 +210,8 @@ def test_only_the_single_best_response_has_a_pass_at_k_advantage() -> None:
 
 
 def test_each_reward_is_normalised_before_they_are_summed() -> None:
-    # In group 0 both rewards become +-1/sqrt(2), one turned against the other at twice the weight: -+1/sqrt(2). Group 1
-    # differs in the first reward alone: +-1/sqrt(2). Mean 0, population variance 1/2: +-1.
+    # In group 0 both rewards become +-1/sqrt(2), of opposite sign, one with twice the weight: -+1/sqrt(2). In group 1
+    # only the first reward differs: +-1/sqrt(2). Mean 0, population variance 1/2: +-1.
     reward_BK = torch.tensor([[100.0, 0.0], [0.0, 1.0], [1.0, 5.0], [0.0, 5.0]])
     found_B = gdpo(reward_BK, torch.tensor([0, 0, 1, 1]), torch.tensor([1.0, 2.0]))
     assert found_B.tolist() == pytest.approx([-1.0, 1.0, 1.0, -1.0], abs=1e-5)

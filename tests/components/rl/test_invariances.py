@@ -27,8 +27,9 @@ INF = math.inf
 COLUMNS = ("x", "old", "advantage")
 every_loss = pytest.mark.parametrize("name", LOSSES)
 Found = dict[str, Tensor]
-"""By "name of the loss, what": its aggregates, by the name of the aggregation; its metrics; and "gradient", the [N]
-gradient of its four aggregates together, with weights under which no two can stand in for each other."""
+"""Key "name of the loss, quantity" -> aggregates by aggregation; metrics; or "gradient", the [N] gradient of the four
+aggregates together, weighted so that no two can be exchanged.
+"""
 WEIGHTS = (1.0, 0.3, 0.07, 0.5)
 
 
@@ -74,7 +75,7 @@ def garbage(step: Batch, seed: int) -> Batch:
 @settings(max_examples=40, deadline=None)
 def test_the_order_of_sequences_changes_nothing(step: Batch, seed: int) -> None:
     order_B = torch.randperm(len(step), generator=torch.Generator().manual_seed(seed))
-    # Where each token of the moved step was before.
+    # Previous position of each token of the permuted step.
     place_N = step.with_tokens(place=torch.arange(step.num_tokens)).select(order_B)["place"]
     assert_same(looked_at(step.select(order_B)), gradients_at(looked_at(step), place_N))
 
@@ -82,7 +83,7 @@ def test_the_order_of_sequences_changes_nothing(step: Batch, seed: int) -> None:
 @given(step=steps("usual"), cuts=st.lists(st.integers(0, 4), min_size=1, max_size=2))
 @settings(max_examples=40, deadline=None)
 def test_the_size_of_micro_batches_does_not_change_the_loss(step: Batch, cuts: list[int]) -> None:
-    # A part may be empty, and may hold no action.
+    # A part may be empty or without action tokens.
     edges = [0, *sorted(min(cut, len(step)) for cut in cuts), len(step)]
     totals = totals_of(step)
     parts = [looked_at(step.select(slice(a, b)), totals) for a, b in pairwise(edges)]
@@ -135,7 +136,9 @@ def test_without_action_tokens_loss_metrics_and_gradients_are_zero(lengths: list
 
 
 REACHES_ITS_ANSWER = {"gspo": ("x", "old"), "geo_mean": COLUMNS}
-"""Columns in which a NaN gives a NaN at all action tokens of the response. In other columns, only at its own token."""
+"""Columns in which a NaN gives a NaN at all action tokens of the response. In other columns it does so only at its own
+token.
+"""
 NOT_READ = {
     "reinforce": ("old",),
     **dict.fromkeys([k for k in LOSSES if k[:2] in ("k1", "k2", "k3", "ab")], ("advantage",)),
@@ -148,7 +151,7 @@ def test_a_nan_of_an_action_token_is_returned_at_its_position(name: str, column:
     step = make_step([6, 9, 4], seed=2)
     acting_N = step["mask"]
     own_N = step.sequence_ids == 1
-    # Not one that is dropped or held, and not the only one of its response.
+    # A token that is neither dropped nor penalised, and is not the only one of its response.
     place = int((acting_N & own_N & ~step["dropped"] & ~step["held"]).nonzero()[1])
     step = step.with_tokens(**{column: step[column].index_fill(0, torch.tensor([place]), NAN)})
     loss_N = LOSSES[name](step["x"], step).loss_N

@@ -101,19 +101,20 @@ def test_estimates_are_clipped_at_ten_and_have_no_gradient_beyond(kind: KLKind) 
 
 
 def test_plus_estimators_keep_their_gradient_when_k2_or_the_value_is_clipped() -> None:
-    # d = 5: k2 = 12.5 is cut, and its slope with it; k1 = 5 and k3 = 4.006738 are not, and a + has the slope d.
+    # d = 5: k2 = 12.5 is clipped and has no slope. k1 = 5 and k3 = 4.006738 are not clipped. A plus estimator has the
+    # slope d.
     assert estimates([5.0], "k1") == ([5.0], [1.0])
     assert estimates([5.0], "k2") == ([10.0], [0.0])
     assert estimates([5.0], "k1+") == ([5.0], [5.0])
     assert estimates([5.0], "k3+") == ([pytest.approx(4.006738)], [5.0])
-    # d = -3: k3 = 16.09 is cut, its + continues pulling.
+    # d = -3: k3 = 16.09 is clipped, and its plus variant keeps its gradient.
     assert estimates([-3.0], "k3+") == ([10.0], [-3.0])
     assert estimates([25.0], "k1+") == ([10.0], [0.0])
 
 
 @pytest.mark.parametrize("kind", ["k3", "k3+"])
 def test_k3_is_precise_close_to_the_reference(kind: KLKind) -> None:
-    # d = 1e-3: d^2 / 2 - d^3 / 6 = 4.998334e-07, which float32 would lose in exp(-d) - 1 + d.
+    # d = 1e-3: d^2 / 2 - d^3 / 6 = 4.998334e-07, which exp(-d) - 1 + d would lose in float32.
     assert estimates([1e-3], kind)[0] == pytest.approx([4.998334e-07], rel=1e-3)
 
 
@@ -171,7 +172,7 @@ def test_unknown_estimators_and_bad_shapes_raise_an_error() -> None:
 @pytest.mark.parametrize(
     ("kl", "expected"),
     [
-        # 100 samples of a horizon of 1000: a tenth of the error, which is cut to a fifth.
+        # 100 samples with a horizon of 1000 are a tenth. They multiply the error, which is clipped to a fifth.
         (6.6, 2.0 * (1 + 0.1 * 0.1)),
         (5.7, 2.0 * (1 - 0.05 * 0.1)),
         (6.0, 2.0),

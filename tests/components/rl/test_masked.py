@@ -41,7 +41,7 @@ def close_to(expected: list[float]) -> object:
 
 
 def test_carried_back_equals_a_calculation_by_hand() -> None:
-    # From the end: 8 (what its carry brings is nothing), 4 + 8 / 2 = 8, then a carry of 0: 2, 1 + 2 * 2 = 5.
+    # From the end: 8 (its carry has no successor), 4 + 8 / 2 = 8, then a carry of 0: 2, 1 + 2 * 2 = 5.
     x_N = torch.tensor([1.0, 2.0, 4.0, 8.0])
     carry_N = torch.tensor([2.0, 0.0, 0.5, 9.0])
     assert carried_back(x_N, carry_N).tolist() == [5.0, 2.0, 8.0, 8.0]
@@ -56,7 +56,7 @@ def test_carried_back_agrees_with_a_scalar_loop_over_any_number_of_blocks(size: 
         given_x_N = x_N.clone()
         given_carry_N = carry_N.clone()
         assert carried_back(x_N, carry_N).tolist() == close_to(slow_carried_back(x_N.tolist(), carry_N.tolist()))
-        # What is given stays as it was.
+        # The inputs are not changed.
         assert torch.equal(x_N, given_x_N)
         assert torch.equal(carry_N, given_carry_N)
 
@@ -103,7 +103,7 @@ def test_sums_and_means_of_sequences_equal_a_calculation_by_hand() -> None:
     mask_N = torch.tensor([True, False, True, False])
     lengths_B = torch.tensor([0, 3, 0, 1, 0])
     assert sequence_sums(x_N, lengths_B).tolist() == [0.0, 7.0, 0.0, 8.0, 0.0]
-    # (1 + 4) / 2; and no masked token in the other.
+    # (1 + 4) / 2. The other sequence has no masked token.
     assert sequence_means(x_N, mask_N, lengths_B).tolist() == [0.0, 2.5, 0.0, 0.0, 0.0]
     assert spread(torch.arange(5.0), lengths_B, 4).tolist() == [1.0, 1.0, 1.0, 3.0]
 
@@ -176,7 +176,7 @@ def test_chosen_is_float32_and_ignores_masked_values() -> None:
 
 
 def test_log_ratios_equal_a_calculation_by_hand() -> None:
-    # -1 - (-3) = 2; outside of the mask 0; cut at both limits, where the gradient ends; a NaN stays.
+    # -1 - (-3) = 2. Outside of the mask 0. Clipped at both limits, where the gradient ends. A NaN is kept.
     logprob_N = torch.tensor([-1.0, NAN, 0.0, -1e4, -INF, NAN], requires_grad=True)
     old_N = torch.tensor([-3.0, -INF, -1e4, 0.0, -1.0, -1.0], requires_grad=True)
     mask_N = torch.tensor([True, False, True, True, True, True])
@@ -190,7 +190,7 @@ def test_log_ratios_equal_a_calculation_by_hand() -> None:
 
 
 def test_log_ratios_of_low_precision_are_computed_in_float32() -> None:
-    # In bfloat16, 257 would be 256.
+    # In bfloat16, 257 would be rounded to 256.
     found_N = log_ratio(torch.tensor([-256.0]).bfloat16(), torch.tensor([-257.0]), torch.tensor([True]))
     assert found_N.tolist() == [1.0]
 
@@ -227,7 +227,7 @@ def test_inputs_that_would_silently_give_wrong_results_raise_an_error() -> None:
 
 
 def test_the_sum_of_a_long_sequence_is_precise() -> None:
-    # In float32, one after the other, 0.1 adds up to 100958.
+    # Summed sequentially in float32, these numbers 0.1 give 100958.
     assert sequence_sums(torch.full((1_000_000,), 0.1), torch.tensor([1_000_000])).item() == pytest.approx(
         1e5, rel=1e-6
     )

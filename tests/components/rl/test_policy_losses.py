@@ -22,7 +22,7 @@ LN2 = math.log(2.0)
 
 @dataclass
 class Acting:
-    """An action token. `x` is a float64 tensor with gradient; x.item() stops the gradient."""
+    """Return an action token. `x` is a float64 tensor with gradient. x.item() stops the gradient."""
 
     x: Tensor
     old: float
@@ -34,7 +34,7 @@ class Acting:
         return moved if abs(moved.item()) <= 20 else torch.tensor(math.copysign(20.0, moved.item()))
 
 
-Cost = tuple[Tensor, dict[str, float]]  # of one token, with its metrics
+Cost = tuple[Tensor, dict[str, float]]  # Return the loss of one token, with its metrics.
 Slow = Callable[[list[Acting]], list[Cost]]
 
 
@@ -59,7 +59,7 @@ def slow_surrogate(log_ratio: Tensor, advantage: float, low: float, high: float,
 
 def slow_gspo(response: list[Acting]) -> list[Cost]:
     mean = sum(token.log_ratio.item() for token in response) / len(response)
-    # s_i,t = sg(s_i) p_t / sg(p_t): the response's ratio, with the token's gradient.
+    # s_i,t = sg(s_i) p_t / sg(p_t): the ratio of the response with the gradient of the token.
     costs = []
     for token in response:
         loss, metrics = slow_surrogate(mean + token.log_ratio - token.log_ratio.item(), token.advantage, 0.1, 0.2)
@@ -139,7 +139,7 @@ def close_to(expected: list[float]) -> object:
 def test_losses_agree_with_a_scalar_loop(name: str, step: Batch) -> None:
     x_N = step["x"].clone().requires_grad_()
     actual = LOSSES[name](x_N, step)
-    # Each token has a weight of its own, so that no two gradients can stand in for each other.
+    # Each token has another weight, so that no two gradients can be exchanged.
     weight_N = 1.0 + torch.arange(step.num_tokens) % 7
     acts_N = step["mask"]
     (actual.loss_N * weight_N).sum().backward()
@@ -161,13 +161,13 @@ def test_losses_agree_with_a_scalar_loop(name: str, step: Batch) -> None:
         slow_loss.backward()
     slopes = [0.0 if token.x.grad is None else token.x.grad.item() for token in acting]
     assert actual.loss_N[acts_N].tolist() == close_to([cost.item() for cost, _ in costs])
-    # Float32 has few digits left for the slope of a gate that is almost open.
+    # The slope of a gate that is almost open has few correct digits in float32.
     assert x_N.grad[acts_N].tolist() == pytest.approx(slopes, rel=1e-4, abs=1e-4)
     for metric, of_N in actual.metrics.items():
         assert of_N[acts_N].tolist() == close_to([of_token[metric] for _, of_token in costs]), metric
         assert not of_N.requires_grad
     assert all(of_token.keys() == actual.metrics.keys() for _, of_token in costs)
-    # Where the policy did not act: no loss, no gradient.
+    # Tokens outside of the action mask have no loss and no gradient.
     assert not actual.loss_N[~acts_N].any()
     assert not x_N.grad[~acts_N].any()
 
@@ -208,7 +208,7 @@ def test_the_bounds_of_ppo_are_separate() -> None:
 
 
 def test_the_dual_clip_equals_a_calculation_by_hand() -> None:
-    # A = -1: r = 4 would cost 4 and costs 3, without gradient; r = 2 costs 2; A = 1 is not bounded by it.
+    # A = -1: r = 4 would cost 4 and is limited to 3, without gradient. r = 2 costs 2. For A = 1 there is no such limit.
     loss, slope, metrics = of_ratios(
         ppo_loss, [4.0, 2.0, 4.0], [-1.0, -1.0, 1.0], clip_low=0.2, clip_high=0.2, dual_clip=3.0
     )
@@ -219,31 +219,31 @@ def test_the_dual_clip_equals_a_calculation_by_hand() -> None:
 
 
 def test_gspo_equals_a_calculation_by_hand() -> None:
-    # First response: ratios 2 and 1/2, whose geometric mean is 1: loss -A, gradient -A, unlike the tokens' own.
-    # Second: 4 and 1, the mean is 2 > 1.2: -1.2 A and no gradient; with A = -1 it costs 2, gradient 2.
+    # First response: ratios 2 and 1/2, whose geometric mean is 1: loss -A, gradient -A, unlike with token ratios.
+    # Second: 4 and 1, geometric mean 2 > 1.2: -1.2 A and no gradient. With A = -1: loss 2, gradient 2.
     loss, slope, metrics = of_ratios(
         gspo_loss, [2.0, 0.5, 4.0, 1.0], [1.0, 3.0, 1.0, -1.0], [2, 2], clip_low=0.2, clip_high=0.2
     )
     assert loss == pytest.approx([-1.0, -3.0, -1.2, 2.0])
     assert slope == pytest.approx([-1.0, -3.0, 0.0, 2.0])
     assert metrics["clip_frac"] == [0.0, 0.0, 1.0, 0.0]
-    # The tokens' own, which say how far the policy is.
+    # Metrics of the token ratios, which measure the distance of the policy.
     assert metrics["ratio_mean"] == pytest.approx([2.0, 0.5, 4.0, 1.0])
     # r - 1 - ln r
     assert metrics["approx_kl"] == pytest.approx([1 - LN2, LN2 - 0.5, 3 - 2 * LN2, 0.0], abs=1e-6)
 
 
 def test_all_tokens_of_a_response_have_exactly_its_ratio() -> None:
-    # With the paper's clip range of a few 1e-4, digits lost to a token's own large ratio would decide what is clipped.
+    # With the paper's clip range of a few 1e-4, the rounding of a token's large ratio would decide about clipping.
     moved_N = torch.tensor([8.0, -7.0, 0.1, -1.0, 3e-4])
     actual = gspo_loss(moved_N, 0 * moved_N, torch.ones(5), moved_N < 9, torch.tensor([5]), clip_low=1, clip_high=1)
     assert len(set(actual.loss_N.tolist())) == 1
 
 
 def test_the_geometric_mean_loss_equals_a_calculation_by_hand() -> None:
-    # A = 3 and 1, mean 2; ratios 4 and 1/4, of which the first is cut at e^ln2 = 2: sqrt(2 / 4) = 0.707107.
-    # The cut token has no gradient, the other -2 * 0.707107 / 2 for each of the two tokens that have this loss.
-    # A = -1: of 4 and 1/4 the second is cut at 1/2: sqrt(4 / 2) = 1.414214, for a loss of it.
+    # A = 3 and 1, mean 2. Ratios 4 and 1/4, the first clipped at e^ln2 = 2: sqrt(2 / 4) = 0.707107. The clipped token
+    # has no gradient, the other has -2 * 0.707107 / 2 for each of the two tokens with this loss. A = -1: of 4 and 1/4
+    # the second is clipped at 1/2: sqrt(4 / 2) = 1.414214, which is also the loss.
     loss, slope, metrics = of_ratios(
         geo_mean_loss, [4.0, 0.25, 4.0, 0.25], [3.0, 1.0, -1.0, -1.0], [2, 2], clip_low=LN2, clip_high=LN2
     )
@@ -284,11 +284,11 @@ def test_sapo_equals_a_calculation_by_hand() -> None:
 
 
 def test_dppo_equals_a_calculation_by_hand() -> None:
-    # From 1/8: 3/8 is 0.25 away, 1/16 is 0.0625 away. Upwards with A > 0 and downwards with A < 0 they are dropped.
+    # From 1/8: 3/8 is 0.25 away, 1/16 is 0.0625 away. Larger moves up with A > 0 and down with A < 0 are dropped.
     limits: dict[str, Any] = {"clip_low": 0.05, "clip_high": 0.2, "ratio_cap": 2.0, "divergence": "tv"}
     loss, slope, metrics = of_ratios(dppo_loss, [3.0, 3.0, 0.5, 0.5, 2.0], [1.0, -1.0, -1.0, 1.0, 1.0], **limits)
     assert metrics["clip_frac"] == [1.0, 0.0, 1.0, 0.0, 0.0]
-    # The weight of the second, 3, is capped at 2; its log p is ln(3/8); the others' are -4 ln 2 and -2 ln 2.
+    # The weight of the second, 3, is capped at 2. Its log p is ln(3/8). The others have -4 ln 2 and -2 ln 2.
     assert loss == pytest.approx([0.0, 2 * math.log(3 / 8), 0.0, 0.5 * 4 * LN2, 2 * 2 * LN2])
     assert slope == pytest.approx([0.0, 2.0, 0.0, -0.5, -2.0])
     # KL of 1/8 and 3/8: ln(1/3) / 8 + 7/8 ln(7/5) = 0.157087; of 1/8 and 1/16: ln(2) / 8 + 7/8 ln(14/15) = 0.026274.
@@ -341,7 +341,7 @@ def test_bad_settings_raise_an_error() -> None:
 
 def test_the_divergence_is_precise_for_a_nearly_certain_token() -> None:
     # p_old = e^-0.01 = 0.990050, p = 1 - 1e-9: 0.990050 * (-0.01) + 0.009950 * (ln 0.009950 - ln 1e-9) = 0.1504.
-    # A float32 rounds such a p to 1, of which nothing is left.
+    # Float32 rounds such a p to 1, which loses the second term.
     arguments = (torch.tensor([-1e-9]), torch.tensor([-1e-2]), torch.ones(1), torch.ones(1).bool())
     for limit, dropped in ((0.149, 1.0), (0.152, 0.0)):
         actual = dppo_loss(*arguments, divergence="kl", clip_low=limit, clip_high=limit)

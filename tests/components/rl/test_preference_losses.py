@@ -15,7 +15,7 @@ from tests.messages import says
 
 LN = math.log
 Rows = list[tuple[float, float, float, float]]
-"""Four numbers for each pair: chosen, rejected, and the margin or the reference's two numbers."""
+"""Four numbers for each pair: chosen, rejected, and the margin or the two numbers of the reference."""
 
 
 def values(output: LossOutput) -> dict[str, float]:
@@ -24,7 +24,7 @@ def values(output: LossOutput) -> dict[str, float]:
 
 
 def test_bradley_terry_equals_a_calculation_by_hand() -> None:
-    # Gaps ln 3, 0, -ln 3: sigmoid of them 3/4, 1/2, 1/4. The tie is half of one told right.
+    # Gaps ln 3, 0, -ln 3: sigmoid of them 3/4, 1/2, 1/4. A tie counts as half correct.
     chosen_P = torch.tensor([LN(3), 1.0, 0.0])
     rejected_P = torch.tensor([0.0, 1.0, LN(3)])
     assert values(bradley_terry_loss(chosen_P, rejected_P, 3)) == {
@@ -37,7 +37,7 @@ def test_bradley_terry_equals_a_calculation_by_hand() -> None:
 
 
 def test_a_margin_is_subtracted_from_the_score_difference_in_the_loss_only() -> None:
-    # Of a gap of ln 6 with margin ln 2, ln 3 is left: 3/4. Without a margin, a gap of ln 4: 4/5.
+    # A gap of ln 6 minus a margin of ln 2 is ln 3: 3/4. A gap of ln 4 without a margin: 4/5.
     chosen_P = torch.tensor([LN(6), 0.0])
     rejected_P = torch.tensor([0.0, -LN(4)])
     margin_P = torch.tensor([LN(2), 0.0])
@@ -47,12 +47,12 @@ def test_a_margin_is_subtracted_from_the_score_difference_in_the_loss_only() -> 
     assert without["loss"] == round(-(LN(6 / 7) + LN(4 / 5)) / 2, 6)
     assert with_margin | {"loss": 0} == without | {"loss": 0}
     assert with_margin["accuracy"] == 1.0
-    # A pair that is ahead by less than its margin is told right, as the margin is none of the reward.
+    # A pair whose gap is smaller than its margin counts as correct, because accuracy ignores the margin.
     assert values(bradley_terry_loss(torch.tensor([1.0]), torch.tensor([0.0]), 1, torch.tensor([5.0])))["accuracy"] == 1
 
 
-# One pair whose responses have log-probabilities -1 and -2, under the reference -1.5 and -1: log-ratios 0.5 and -1, and
-# a gap z of 1.5.
+# One pair: the responses have log-probabilities -1 and -2, and under the reference -1.5 and -1. The log-ratios are 0.5
+# and -1, and the gap z is 1.5.
 HAND = (torch.tensor([-1.0]), torch.tensor([-2.0]), torch.tensor([-1.5]), torch.tensor([-1.0]))
 
 
@@ -82,7 +82,7 @@ def test_conservative_dpo_assumes_a_share_of_wrong_labels() -> None:
 def test_ipo_has_its_minimum_at_a_gap_of_one_over_two_beta() -> None:
     # (1.5 - 1 / (2 * 2))^2 = 1.25^2
     assert values(dpo_loss(*HAND, 1, beta=2.0, ipo=True))["loss"] == 1.5625
-    # With beta = 1/3 the gap of 1.5 is what is asked for: no loss, no gradient.
+    # With beta = 1/3 the target gap is 1.5: no loss, no gradient.
     chosen_P = torch.tensor([-1.0], requires_grad=True)
     output = dpo_loss(chosen_P, *HAND[1:], 1, beta=1 / 3, ipo=True)
     output.loss.backward()
@@ -111,7 +111,7 @@ def win(chosen: float, rejected: float) -> float:
 
 
 def slow_bradley_terry(rows: Rows, total: float) -> dict[str, float]:
-    """Loss and metrics by a loop over pairs."""
+    """Return loss and metrics, computed by a loop over pairs."""
     loss = 0.0
     accuracy = 0.0
     for chosen, rejected, margin, _ in rows:
@@ -121,7 +121,7 @@ def slow_bradley_terry(rows: Rows, total: float) -> dict[str, float]:
 
 
 def slow_dpo(rows: Rows, total: float, beta: float, smoothing: float, ipo: bool) -> dict[str, float]:
-    """Loss and metrics by a loop over pairs."""
+    """Return loss and metrics, computed by a loop over pairs."""
     values = {"loss": 0.0, "accuracy": 0.0, "chosen_reward": 0.0, "rejected_reward": 0.0, "margin": 0.0}
     for chosen, rejected, reference_chosen, reference_rejected in rows:
         better = beta * (chosen - reference_chosen)
@@ -143,7 +143,7 @@ def columns(rows: Rows) -> list[Tensor]:
     return [torch.tensor(column) for column in zip(*rows)]
 
 
-# Eighths are exact in float32, so that a tie is one for both.
+# Eighths are exact in float32, so both sides agree about ties.
 EIGHTHS = st.integers(-64, 0).map(lambda x: x / 8)
 ROWS = st.lists(st.tuples(EIGHTHS, EIGHTHS, EIGHTHS, EIGHTHS), min_size=1, max_size=9)
 
@@ -208,7 +208,7 @@ def test_a_step_moves_chosen_and_rejected_log_probs_equally_in_opposite_directio
     better_P, worse_P = torch.autograd.grad(LOSSES[name](inputs, 2).loss, inputs[:2])
     assert (better_P < 0).all() or name == "ipo"
     assert better_P.equal(-worse_P)
-    # The pair that is told wrong pulls harder.
+    # The incorrectly ranked pair has the larger gradient.
     assert better_P[1] < better_P[0]
 
 
@@ -237,7 +237,7 @@ def test_extreme_values_give_finite_losses_and_gradients(name: str, far: float) 
     assert all(math.isfinite(x) for x in values(output).values())
     assert all(x_P.isfinite().all() for x_P in torch.autograd.grad(output.loss, inputs[:2]))
     if name in ("bradley_terry", "with margin"):
-        # Linear where all is lost, and nothing where all is won; the other pair is level.
+        # The loss is linear for a large negative gap and 0 for a large positive one. The other pair is a tie.
         assert output.loss.item() == pytest.approx((max(-far, 0) + LN(2)) / 2)
 
 

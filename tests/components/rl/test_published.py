@@ -1,7 +1,7 @@
-"""With the matching options our functions compute what OpenRLHF does, and verl up to the advantages, to 1e-6.
+"""With matching options our functions equal those of OpenRLHF, and those of verl up to the advantages, to 1e-6.
 
-B sequences; T tokens of the longest; N tokens end to end. Their formulas are in `published`; verl's losses and
-corrections in `test_published_losses`; where we part from both on purpose, and by how much, in
+Legend: B sequences; T tokens of the longest; N tokens end to end. The formulas of both systems are in `published`.
+verl's losses and corrections are compared in `test_published_losses`, intended differences in
 `test_published_differences`.
 """
 
@@ -39,9 +39,10 @@ from tests.components.rl.published import (
 TRIES = settings(max_examples=25, deadline=None)
 Discounts = tuple[float, float]
 FAR = 16.0
-"""Times which tokens that are whitened are apart: verl adds 1e-8 to their variance, we and OpenRLHF take 1e-8 for the
-least one, which is the same to 1e-6 above a variance of 1/200."""
-# Exact in float32, like everything else that is put in.
+"""Maximum relative difference of whitened tokens: verl adds 1e-8 to their variance, whereas 1e-8 is the minimum
+variance here and in OpenRLHF. For variances above 1/200 the results agree to 1e-6.
+"""
+# All inputs are exact in float32.
 discounts = st.sampled_from([(1.0, 1.0), (1.0, 0.9375), (0.875, 0.75), (0.5, 0.0)])
 
 
@@ -73,7 +74,7 @@ def test_shaped_and_clipped_rewards_equal_those_of_openrlhf(
 @TRIES
 def test_the_kl_penalty_of_rewards_equals_that_of_openrlhf(kind: KLKind, step: Step) -> None:
     kl_N = kl_estimate(step["x"], step["old"], step.mask_N, kind)
-    # They set log-probabilities outside the mask to 0 before.
+    # OpenRLHF sets log-probabilities outside the mask to 0 before this function.
     x_BT, old_BT = (step.row(name) * step.mask for name in ("x", "old"))
     kl_BT = published.openrlhf_kl(x_BT, old_BT, kind)
     assert_same_tokens(kl_N, kl_BT, step)
@@ -141,7 +142,7 @@ def test_the_ppo_loss_equals_that_of_openrlhf_and_verl(step: Step, dual: float |
         return published.surrogate(published.token_ratio(x_BT, old_BT), advantage_BT, 0.2, 0.27, dual)
 
     assert_same_loss(lambda x_N: ours(x_N).loss_N, theirs, step)
-    # Their ppo_clip_ratio: where surr2 < surr1.
+    # ppo_clip_ratio in OpenRLHF: the share of tokens with surr2 < surr1.
     ratio_BT = published.token_ratio(step.row("x"), old_BT)
     clipped_BT = (ratio_BT.clamp(0.8, 1.27) * advantage_BT < ratio_BT * advantage_BT).double()
     share = token_mean(ours(step["x"]).metrics["clip_frac"], step.mask_N, 64)
@@ -183,7 +184,7 @@ def test_the_rollout_correction_equals_that_of_openrlhf(kind: str, bounds: Disco
     )
     weight_BT = published.openrlhf_correction(step.row("old"), step.row("other"), step.mask, kind, low, high)
     assert_same_tokens(weight_N, weight_BT, step)
-    # What it rejects stays in the count that the loss is divided by.
+    # Rejected tokens stay in the count by which the loss is divided.
     ours = reduce_loss(TokenLoss(step["value"]), step.mask_N, step.lengths, Totals(64, 16), weight_N=weight_N).loss
     loss_BT = step.row("value") * weight_BT
     assert_same(ours, published.openrlhf_aggregate(loss_BT, step.mask, "token", 64, 16))
@@ -246,7 +247,7 @@ def test_length_penalties_equal_those_of_openrlhf(responses: list[tuple[int, int
 @given(steps(), st.sampled_from([(0.0, 1.0), (-0.25, 0.25), (0.5, 1.0)]))
 @TRIES
 def test_group_filtering_equals_that_of_openrlhf(step: Step, bounds: Discounts) -> None:
-    score_B = (step.reward_B * 2).round().clamp(min=0) / 2  # 0, 1/2 and 1, so that means lie on bounds
+    score_B = (step.reward_B * 2).round().clamp(min=0) / 2  # 0, 1/2 and 1, so that means are equal to bounds
     low, high = bounds
     passes_B = published.each_group(
         score_B, step.group_B, lambda score, place: (low < score.mean() < high).expand(len(score)).float()
@@ -301,7 +302,7 @@ def test_rloo_opo_and_gpg_equal_those_of_verl(step: Step) -> None:
     length_B = step.mask.sum(1).long()
     assert_same(rloo(step.reward_B, group_B), published.verl_rloo(reward_B, group_B))
     assert_same(opo(step.reward_B, length_B, group_B), published.verl_opo(reward_B, length_B, group_B))
-    # Counts agree where no reward is 0 and no group has equal ones.
+    # The counts agree if no reward is 0 and no group has equal rewards.
     reward_B = step.reward_B + torch.arange(len(group_B)) / 4096 + 2
     assert_same(gpg(reward_B, group_B, 0.75), published.verl_gpg(reward_B.double(), group_B, 0.75))
 

@@ -1,6 +1,6 @@
-"""Intended differences between our functions and those of OpenRLHF and verl: their number and ours in a small case.
+"""Intended differences between our functions and those of OpenRLHF and verl: both numbers in a small case.
 
-The formulas of both are in `published`. All other functions are equal, as `test_published` checks.
+The formulas of both systems are in `published`. All other functions are equal, as `test_published` checks.
 """
 
 import math
@@ -43,11 +43,11 @@ def test_gae_skips_environment_tokens_unlike_openrlhf_and_verl() -> None:
     ours_N, return_N = gae(
         *(reward.flatten(), value.flatten(), mask.flatten().bool(), torch.tensor([6])), gamma=1.0, lambd=0.95
     )
-    # delta: .1, .1, .1, .6 over the action tokens alone; .1, -.2, 0, .3, .1, .6 over all.
+    # The deltas are .1, .1, .1, .6 over the action tokens, and .1, -.2, 0, .3, .1, .6 over all tokens.
     assert ours_N.tolist() == pytest.approx([0.7997, 0.7365, 0, 0, 0.67, 0.6], abs=5e-5)
     theirs, _ = published.openrlhf_gae(reward, value, mask, 1.0, 0.95)
     assert theirs[0, :2].tolist() == pytest.approx([0.7129, 0.6452], abs=5e-5)
-    # What verl carries over the gap stands in it: .67 as the return there, and something in the whitened advantages.
+    # verl carries its last value over the gap: the return there is .67, and the whitened advantages are not 0.
     whitened, returns = published.verl_gae(reward, value, mask, 1.0, 0.95)
     assert returns[0, 2:4].tolist() == pytest.approx([0.67, 0.67])
     assert whitened[0, 2:4].abs().min() > 0.1
@@ -90,7 +90,7 @@ def test_equal_rewards_give_exactly_0_and_with_float32_sums_a_remainder() -> Non
 
 
 def test_whitening_has_the_variance_of_openrlhf_by_default_and_accepts_one_token() -> None:
-    # 1 and 3: the mean is 2, the variance 1 over the count, 2 over the count less one.
+    # 1 and 3: the mean is 2, the variance is 1 (divided by n) or 2 (divided by n - 1).
     x = row(1, 3)
     mask = row(1, 1)
     both = torch.tensor([True, True])
@@ -105,7 +105,7 @@ def test_whitening_has_the_variance_of_openrlhf_by_default_and_accepts_one_token
 
 
 def test_dr_grpo_divides_by_max_length_unlike_openrlhf_and_verl() -> None:
-    # Sums 2 and 4 of two sequences of 1 and 4 tokens; a response may have 8.
+    # Sums 2 and 4 of two sequences of 1 and 4 tokens. The maximum length of a response is 8.
     mask = torch.tensor([[1.0, 0, 0, 0], [1, 1, 1, 1]]).double()
     loss = torch.tensor([[2.0, 0, 0, 0], [1, 1, 1, 1]]).double()
     flat_N = column(2, 1, 1, 1, 1)
@@ -120,8 +120,8 @@ def test_dr_grpo_divides_by_max_length_unlike_openrlhf_and_verl() -> None:
 
 
 def test_gpg_counts_responses_of_informative_groups_and_verl_nonzero_rewards() -> None:
-    # Three groups of two: all right, half right, all wrong. Two responses are of a group that says something; three
-    # have a reward.
+    # Three groups of two: all correct, half correct, all wrong. Two responses are in an informative group, three have a
+    # nonzero reward.
     reward_B = column(1, 1, 1, 0, 0, 0)
     group_B = torch.tensor([0, 0, 1, 1, 2, 2])
     assert gpg(reward_B, group_B).tolist() == [0, 0, 0.5 * 3, -0.5 * 3, 0, 0]
@@ -129,8 +129,8 @@ def test_gpg_counts_responses_of_informative_groups_and_verl_nonzero_rewards() -
 
 
 def test_gdpo_whitens_over_responses_and_verl_over_tokens() -> None:
-    # One reward, one group: 1 and 0 are root 1/2 apart from their mean in deviations. Over responses that is 1 and -1.
-    # Over tokens, three of them against one: mean 1/2, unbiased variance 1, so 1/2 and -3/2.
+    # One reward, one group: 1 and 0 differ from their mean by sqrt(1/2) deviations. Whitened over responses they are 1
+    # and -1. Whitened over tokens, three against one, with mean 1/2 and unbiased variance 1, they are 1/2 and -3/2.
     reward_BK = torch.tensor([[1.0], [0.0]])
     group_B = torch.tensor([4, 4])
     assert gdpo(reward_BK, group_B, column(1)).tolist() == pytest.approx([1, -1])
@@ -140,8 +140,8 @@ def test_gdpo_whitens_over_responses_and_verl_over_tokens() -> None:
 
 
 def test_geo_mean_weighs_responses_equally_and_verl_micro_batches() -> None:
-    # Three responses of one token and ratio 1, with advantages 3, 0 and 2; the second does not act. The mean over
-    # responses is -(3 + 2) / 2. Cut into two and one, verl's means are -3 / 2 and -2, and the mean of these -7 / 4.
+    # Three responses of one token and ratio 1, with advantages 3, 0 and 2. The second has no action. The mean over
+    # responses is -(3 + 2) / 2. In micro-batches of two and one, verl has means of -3 / 2 and -2, whose mean is -7 / 4.
     zeros = torch.zeros(3)
     advantage = column(3, 0, 2)
     lengths_B = torch.ones(3, dtype=torch.int64)
@@ -154,7 +154,8 @@ def test_geo_mean_weighs_responses_equally_and_verl_micro_batches() -> None:
 
 
 def test_geo_mean_with_mixed_advantages_includes_tokens_of_advantage_0_unlike_verl() -> None:
-    # d = 0.2 and 0.4 with advantages 2 and 0: the geometric mean is e^0.3; verl's sign of 0 makes it e^0.1.
+    # d = 0.2 and 0.4 with advantages 2 and 0: the geometric mean is e^0.3. verl multiplies d by the sign of the
+    # advantage, which is 0 for the second token, and gets e^0.1.
     both = torch.tensor([True, True])
     tokens = geo_mean_loss(
         *(column(-1.8, -1.6), column(-2, -2), column(2, 0), both, torch.tensor([2])), clip_low=0.5, clip_high=0.5
@@ -168,11 +169,11 @@ def test_covariances_are_computed_over_the_step_and_in_verl_over_a_micro_batch()
     old = (-1.0, -3.0, -5.0, -7.0)
     advantage = (1.0, 0.0, -1.0, 0.0)
     ours_N = covariances(column(*old), column(*advantage), ACTS)
-    # Means -4 and 0 of the step; -2 and 1/2 of its first half.
+    # The means are -4 and 0 over the step, and -2 and 1/2 over its first half.
     assert ours_N.tolist() == [3, 0, 1, 0]
     theirs = published.verl_covariances(row(*old[:2]), row(*advantage[:2]), row(1, 1))
     assert theirs[0].tolist() == pytest.approx([0.5, 0.5])
-    # A quarter of all tokens is one; of each half it is one as well.
+    # A quarter of all tokens is one token, and it is one token of each half as well.
     assert kl_cov_tokens(ours_N, ACTS, share=0.25).tolist() == [True, False, False, False]
     assert published.verl_count(0.25, row(1, 1)) == 1
 
@@ -182,7 +183,7 @@ def test_masked_sequences_have_clamped_weights_unlike_openrlhf() -> None:
     columns = (torch.zeros(4), column(*rollout), ACTS, FOUR)
     kept_N = rejection_weights(*columns, level="geometric", estimator="k1", low=0.5, high=5.0)
     weight_N = kept_N * importance_weights(*columns, level="token", low=0.5, high=5.0, outside="clamp")
-    # Weights 5, 1/2, 1, 1 against e^3, e^-3, 1, 1; of a loss of -1 each.
+    # Weights 5, 1/2, 1, 1 here, and e^3, e^-3, 1, 1 in OpenRLHF. Each token has a loss of -1.
     ours = reduce_loss(TokenLoss(-torch.ones(4)), ACTS, FOUR, Totals(4, 1), weight_N=weight_N).loss
     assert ours.item() == pytest.approx(-1.875)
     theirs = published.openrlhf_correction(torch.zeros_like(ALL), row(*rollout), ALL, "seq-mask-tis", 0.5, 5.0)
@@ -190,7 +191,7 @@ def test_masked_sequences_have_clamped_weights_unlike_openrlhf() -> None:
 
 
 def test_rejected_tokens_stay_in_the_token_count_unlike_verl() -> None:
-    # d = 0, 0, 0, log 4 with a loss of 1 each: three of four stay.
+    # d = 0, 0, 0, log 4 with a loss of 1 each. Three of four tokens are kept.
     d = (0.0, 0.0, 0.0, math.log(4))
     kept_N = rejection_weights(
         *(column(*d), torch.zeros(4), ACTS, FOUR), level="token", estimator="k2", low=None, high=0.5
@@ -213,7 +214,7 @@ def test_rejection_by_k1_bounds_p_over_q_and_verl_q_over_p() -> None:
 
 
 def test_the_effective_sample_size_uses_ratios_and_in_verl_truncated_weights() -> None:
-    # w = 1, 1, 1, 5: 64 / (4 * 28). Cut to 2: 25 / (4 * 7).
+    # w = 1, 1, 1, 5: 64 / (4 * 28). Truncated to 2: 25 / (4 * 7).
     d = (0.0, 0.0, 0.0, math.log(5))
     ours = mismatch_metrics(column(*d), torch.zeros(4), ACTS, FOUR, high=2.0)
     assert ours["effective_sample_size"] == pytest.approx(64 / 112)
@@ -222,7 +223,8 @@ def test_the_effective_sample_size_uses_ratios_and_in_verl_truncated_weights() -
 
 
 def test_sequences_without_an_action_are_not_counted() -> None:
-    # One sequence acts, with a mean of 3, one does not. OpenRLHF leaves the second out of the sum, and counts both.
+    # One sequence has action tokens with a mean of 3, the other has none. OpenRLHF omits the second one from the sum
+    # but counts both.
     flat_N = column(3, 3, 9)
     acts_N = torch.tensor([True, True, False])
     lengths_B = torch.tensor([2, 1])
@@ -230,7 +232,7 @@ def test_sequences_without_an_action_are_not_counted() -> None:
     mask = torch.tensor([[1.0, 1], [0, 0]]).double()
     assert aggregate(flat_N, acts_N, lengths_B, Totals(2, 1), "seq-mean-token-mean").item() == 3.0
     assert published.openrlhf_aggregate(loss, mask, "sequence", 2, 2).item() == pytest.approx(1.5)
-    # verl counts it in the chi-square over sequences alone: (2^2 + 1) / 2 - 1, and not 2^2 - 1.
+    # verl computes the chi-square over sequences: (2^2 + 1) / 2 - 1, and not 2^2 - 1.
     d_N = column(math.log(2), 0, 9)
     ours = mismatch_metrics(d_N, torch.zeros(3), acts_N, lengths_B)
     assert ours["chi_square_sequence"] == pytest.approx(3)
@@ -259,7 +261,7 @@ def test_a_nan_is_kept_and_in_verl_its_token_is_excluded() -> None:
 
 
 def test_the_adaptive_kl_is_a_mean_over_tokens_and_in_verl_over_sequences() -> None:
-    # 3 tokens of .1 and one of .5: over tokens .2, over sequences (.1 + .5) / 2. The target is .25.
+    # 3 tokens of .1 and one of .5: the mean over tokens is .2, over sequences (.1 + .5) / 2. The target is .25.
     kl_N = column(0.1, 0.1, 0.1, 0.5)
     mask = torch.tensor([[1.0, 1, 1], [1, 0, 0]]).double()
     kl = token_mean(kl_N, ACTS, 4).item()
@@ -280,7 +282,8 @@ def test_gspo_clips_ratios_at_e_20_and_verl_at_e_10() -> None:
 
 
 def test_gspo_has_gradients_per_token_and_in_openrlhf_per_response() -> None:
-    # Ratio 1, advantages 3 and 1: -3/2 and -1/2 of the mean over two tokens; shared, -1 and -1. The losses are equal.
+    # Ratio 1, advantages 3 and 1: gradients of -3/2 and -1/2 for a mean over two tokens. Shared over the response they
+    # are -1 and -1. The losses are equal.
     both = torch.tensor([True, True])
     two = torch.tensor([2])
     x_N = torch.zeros(2, requires_grad=True)

@@ -1,7 +1,7 @@
-"""With the matching options our losses, aggregations and corrections are those of verl, to 1e-6.
+"""With matching options our losses, aggregations and corrections equal those of verl, to 1e-6.
 
-B sequences; T tokens of the longest; N tokens end to end. Their formulas are in `published`; where we part from them on
-purpose, and by how much, is in `test_published_differences`.
+Legend: B sequences; T tokens of the longest; N tokens end to end. verl's formulas are in `published`. Intended
+differences are in `test_published_differences`.
 """
 
 import math
@@ -103,7 +103,7 @@ def test_geo_mean_without_advantages_of_0_equals_that_of_verl(step: Step) -> Non
 @given(steps(), st.sampled_from([0.0002, 0.1, 0.5]), st.integers(0, 99))
 @TRIES
 def test_clip_cov_and_its_dropped_tokens_equal_those_of_verl(step: Step, share: float, seed: int) -> None:
-    # Before the first update: the policy is the old one, nothing is clipped, and the micro-batch is the step.
+    # Before the first update the policy equals the old one, nothing is clipped, and the micro-batch is the whole step.
     covariance_N = covariances(step["old"], step["advantage"], step.mask_N)
     theirs_BT = published.verl_covariances(step.row("old"), step.row("advantage"), step.mask)
     assert_same(covariance_N[step.mask_N], step.flat(theirs_BT)[step.mask_N])
@@ -135,7 +135,7 @@ def test_kl_cov_and_its_penalised_tokens_equal_those_of_verl(step: Step, share: 
     advantage_BT = step.row("advantage")
     theirs_N = step.flat(published.verl_covariances(old_BT, advantage_BT, step.mask))
     count = published.verl_count(share, step.mask)
-    # Tokens of equal covariance may stand in for each other.
+    # Tokens with equal covariances may be exchanged.
     assert_same(theirs_N[held_N].sort().values, theirs_N.topk(count).values.sort().values)
     held_BT = step.padded(held_N)
 
@@ -161,7 +161,7 @@ def test_aggregations_equal_those_of_verl(step: Step) -> None:
     for name in names:
         ours = aggregate(step["value"], step.mask_N, step.lengths, Totals(64, 16), name, max_length=20)
         assert_same(ours, published.verl_agg(x_BT, step.mask, name, 64, 16, 20))
-    # Their fifth is the mean of a step with one token.
+    # verl's fifth aggregation, the sum over tokens, equals the mean in a step that counts as one token.
     ours = aggregate(step["value"], step.mask_N, step.lengths, Totals(1, 1))
     assert_same(ours, published.verl_agg(x_BT, step.mask, "token-sum", 64, 16, 20))
 
@@ -193,7 +193,7 @@ def test_rejections_equal_those_of_verl(prefix: str, kind: Estimator, step: Step
     if prefix == "seq_sum" and kind != "k1":
         high = 1.9
     ours_N = rejection_weights(*columns, level=LEVELS[prefix], estimator=kind, low=low, high=high)
-    # Their k1 is -d: what they bound is q / p, not p / q.
+    # verl's k1 is -d, so it bounds q / p instead of p / q.
     bounds = (high,) if low is None else (1 / low, 1 / high)
     assert_same_tokens(ours_N, published.verl_rs(old_BT - other_BT, step.mask, f"{prefix}_{kind}", *bounds), step)
 

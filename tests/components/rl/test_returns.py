@@ -20,7 +20,8 @@ from components.rl.returns import (
 )
 from tests.messages import says
 
-Token = tuple[bool, float, float]  # acts, reward, value
+# action mask, reward, value. Exact in float32, so that the mean of equal numbers is that number.
+Token = tuple[bool, float, float]
 # Exact in float32, so that the mean of equal numbers is that number.
 eighths = st.integers(-40, 40).map(lambda n: n / 8)
 sequences = st.lists(st.lists(st.tuples(st.booleans(), st.floats(-2, 2), st.floats(-2, 2)), max_size=8), max_size=6)
@@ -59,10 +60,8 @@ def columns(batch: list[list[Token]]) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def test_gae_of_two_sequences_equals_a_calculation_by_hand() -> None:
-    # gamma = lambda = 1/2, so gamma * lambda = 1/4. First sequence, after its prompt token:
-    #   t=2: delta = 2 - 4 = -2,             A = -2
-    #   t=1: delta = 1 + 4 / 2 - 2 = 1,      A = 1 - 2 / 4 = 0.5
-    # Second: one action token, delta = 3 - 1 = 2.
+    # gamma = lambda = 1/2, so gamma * lambda = 1/4. First sequence, after its prompt token: t=2: delta = 2 - 4 = -2, A
+    # = -2. t=1: delta = 1 + 4 / 2 - 2 = 1, A = 1 - 2 / 4 = 0.5. Second sequence: one action token, delta = 3 - 1 = 2.
     advantage_N, return_N = gae(
         torch.tensor([0.0, 1.0, 2.0, 3.0]),
         torch.tensor([0.0, 2.0, 4.0, 1.0]),
@@ -76,9 +75,8 @@ def test_gae_of_two_sequences_equals_a_calculation_by_hand() -> None:
 
 
 def test_environment_tokens_are_not_time_steps() -> None:
-    # Reward 1 at the end, gamma 1, lambda 0.95, from the last action back:
-    #   A = 1 - 0.4 = 0.6;  A = 0.4 - 0.3 + 0.95 * 0.6 = 0.67;
-    #   A = 0.3 - 0.2 + 0.95 * 0.67 = 0.7365;  A = 0.2 - 0.1 + 0.95 * 0.7365 = 0.799675.
+    # Reward 1 at the end, gamma 1, lambda 0.95, from the last action backwards: A = 1 - 0.4 = 0.6; A = 0.4 - 0.3 + 0.95
+    # * 0.6 = 0.67; A = 0.3 - 0.2 + 0.95 * 0.67 = 0.7365; A = 0.2 - 0.1 + 0.95 * 0.7365 = 0.799675.
     value_N = torch.tensor([0.1, 0.2, 7.0, 7.0, 0.3, 0.4])
     mask_N = torch.tensor([1, 1, 0, 0, 1, 1], dtype=torch.bool)
     reward_N = torch.tensor([0.0, 0.0, 5.0, 5.0, 0.0, 1.0])
@@ -88,7 +86,7 @@ def test_environment_tokens_are_not_time_steps() -> None:
 
 
 def test_with_lambda_one_the_return_is_the_discounted_sum_of_rewards() -> None:
-    # 1 + 0.5 * (2 + 0.5 * 4) = 3, whatever the values are.
+    # 1 + 0.5 * (2 + 0.5 * 4) = 3, for any values.
     _, return_N = gae(
         torch.tensor([1.0, 2.0, 4.0]), torch.tensor([9.0, -3.0, 0.5]), torch.ones(3).bool(), torch.tensor([3]), 0.5, 1.0
     )
@@ -143,8 +141,8 @@ def test_gae_rejects_bad_shapes_and_parameters() -> None:
 
 
 def test_returns_of_two_sequences_equal_a_calculation_by_hand() -> None:
-    # gamma 1/2. First: 1 + (2 + 4 / 2) / 2 = 3, 2 + 4 / 2 = 4, 4. Second: the environment writes in between.
-    #   8 + 6 / 2 = 11 for the action before the gap, 6 for that after it.
+    # gamma 1/2. First sequence: 1 + (2 + 4 / 2) / 2 = 3, 2 + 4 / 2 = 4, 4. Second sequence, with environment tokens in
+    # between: 8 + 6 / 2 = 11 for the action before them, 6 for the one after them.
     reward_N = torch.tensor([99.0, 1.0, 2.0, 4.0, 8.0, 99.0, 99.0, 6.0, 99.0])
     mask_N = torch.tensor([0, 1, 1, 1, 1, 0, 0, 1, 0], dtype=torch.bool)
     return_N = discounted_returns(reward_N, mask_N, torch.tensor([4, 5]), 0.5)
@@ -206,7 +204,8 @@ def test_a_nan_stays_in_its_own_sequence() -> None:
 
 
 def test_the_discount_applies_per_turn_and_not_per_token() -> None:
-    # First: turns of rewards 1 + 2 and 8, gamma 1/2: 3 + 8 / 2 = 7 and 8. Second: one turn of 5. Third: 4 + 6 / 2 = 7.
+    # First sequence: turns with rewards 1 + 2 and 8, gamma 1/2: 3 + 8 / 2 = 7 and 8. Second: one turn with 5. Third: 4
+    # + 6 / 2 = 7.
     reward_N = torch.tensor([9.0, 1.0, 2.0, 9.0, 8.0, 9.0, 5.0, 0.0, 4.0, 9.0, 9.0, 6.0])
     mask_N = torch.tensor([0, 1, 1, 0, 1, 0, 1, 1, 1, 0, 0, 1], dtype=torch.bool)
     actual = turn_returns(reward_N, mask_N, torch.tensor([6, 2, 4]), 0.5)
@@ -214,7 +213,7 @@ def test_the_discount_applies_per_turn_and_not_per_token() -> None:
 
 
 def test_adjacent_turns_are_distinguished_by_their_number() -> None:
-    # Turns of 1 + 2 and 8, gamma 1/2: 3 + 8 / 2 = 7 and 8. Without numbers they are one turn of 11.
+    # Turns with rewards 1 + 2 and 8, gamma 1/2: 3 + 8 / 2 = 7 and 8. Without turn numbers they are one turn with 11.
     reward_N = torch.tensor([9.0, 1.0, 2.0, 8.0])
     mask_N = torch.tensor([False, True, True, True])
     lengths_B = torch.tensor([4])
@@ -258,19 +257,20 @@ def test_with_one_turn_all_tokens_of_a_response_have_the_same_return() -> None:
 
 
 def test_a_turn_is_compared_with_the_same_turn_of_other_episodes_of_its_group() -> None:
-    # gamma 1/2. Group 7: turns of 1 and 4, returns 3 and 4; turns of 2 and 0, returns 2 and 0; a turn of 7, return 7.
-    # First turns 3, 2, 7, mean 4: -1, -2, 3. Second turns 4 and 0, mean 2: 2 and -2. Group 1 is one episode: 0.
+    # gamma 1/2. Group 7 has three episodes: turns of 1 and 4 with returns 3 and 4; turns of 2 and 0 with returns 2 and
+    # 0; one turn with return 7. First turns: 3, 2, 7 with mean 4, so -1, -2, 3. Second turns: 4 and 0 with mean 2, so 2
+    # and -2. Group 1 is a single episode: 0.
     reward_N = torch.tensor([9.0, 0.0, 1.0, 9.0, 4.0, 2.0, 9.0, 0.0, 5.0, 9.0, 7.0])
     mask_N = torch.tensor([0, 1, 1, 0, 1, 1, 0, 1, 1, 0, 1], dtype=torch.bool)
     lengths_B = torch.tensor([5, 3, 1, 2])
     group_B = torch.tensor([7, 7, 1, 7])
     actual = turn_advantages(reward_N, mask_N, lengths_B, group_B, 0.5, group_mean_baseline)
     assert actual.tolist() == [0, -1, -1, 0, 2, -2, 0, -2, 0, 0, 3]
-    # Less the mean of the others: 3 - 9/2, 2 - 5, 7 - 5/2; 4 - 0, 0 - 4.
+    # Minus the mean of the others: 3 - 9/2, 2 - 5, 7 - 5/2; 4 - 0, 0 - 4.
     actual = turn_advantages(reward_N, mask_N, lengths_B, group_B, 0.5, rloo)
     assert actual.tolist() == [0, -1.5, -1.5, 0, 4, -3, 0, -4, 0, 0, 4.5]
-    # Told apart by their numbers, the first sequence's first two tokens are turns of 0 and 1, and its third of 4:
-    # returns 0 + (1 + 4/2) / 2 = 1.5, 3 and 4.
+    # With separate turn numbers, the first two tokens of the first sequence are turns with rewards 0 and 1, and the
+    # third one has 4: returns 0 + (1 + 4/2) / 2 = 1.5, 3 and 4.
     turn_N = torch.tensor([-1, 0, 1, -1, 2, 0, -1, 1, 0, -1, 0])
     actual = turn_advantages(reward_N, mask_N, lengths_B, group_B, 0.5, group_mean_baseline, turn_N)
     assert actual.tolist() == [0, -2, 1.5, 0, 0, -1.5, 0, -1.5, 0, 0, 3.5]
@@ -313,8 +313,9 @@ def test_turn_advantages_agree_with_a_scalar_loop(batch: list[tuple[int, list[li
 
 
 def test_the_optimal_token_baseline_weighs_returns_by_cumulative_energy() -> None:
-    # One response of two tokens with an environment's in between, energies 1 and 1, so W = 1, 2; another of one, W = 2;
-    # and one alone in its group. Returns 1, 1; 3; 5. First tokens: (1 * 1 + 2 * 3) / 3; the second token is alone.
+    # The first response has two tokens with an environment token in between and energies 1 and 1, so W = 1, 2. The
+    # second has one token with W = 2. The third is the only one of its group. Returns 1, 1; 3; 5. First tokens: (1 * 1
+    # + 2 * 3) / 3. The second token has no counterpart.
     mask_N = torch.tensor([False, True, False, True, True, True])
     lengths_B = torch.tensor([4, 1, 1])
     reward_N = torch.tensor([9.0, 0.0, 9.0, 1.0, 3.0, 5.0])
@@ -326,7 +327,7 @@ def test_the_optimal_token_baseline_weighs_returns_by_cumulative_energy() -> Non
 
 
 def slow_token_baseline(batch: list[list[Token]], groups: list[int]) -> list[float]:
-    """Advantages by a scalar loop. Tokens are (acts, reward, energy)."""
+    """Return advantages, computed by a scalar loop. Tokens are (acts, reward, energy)."""
     values: list[float] = []
     acting = [[(r, e) for a, r, e in tokens if a] for tokens in batch]
 
@@ -351,7 +352,7 @@ def slow_token_baseline(batch: list[list[Token]], groups: list[int]) -> list[flo
 @given(sequences, st.lists(st.integers(0, 2), min_size=6, max_size=6))
 @settings(max_examples=60, deadline=None)
 def test_the_optimal_token_baseline_agrees_with_a_scalar_loop(batch: list[list[Token]], groups: list[int]) -> None:
-    # Energies are positive, where a token may be nearly sure.
+    # Energies are positive. They are small for a token that is nearly certain.
     batch = [[(acts, reward, abs(energy) + 0.125) for acts, reward, energy in tokens] for tokens in batch]
     reward_N, energy_N, mask_N, lengths_B = columns(batch)
     actual, _ = optimal_token_baseline(reward_N, energy_N, mask_N, lengths_B, torch.tensor(groups[: len(batch)]).long())
@@ -361,7 +362,7 @@ def test_the_optimal_token_baseline_agrees_with_a_scalar_loop(batch: list[list[T
 @given(sequences)
 @settings(max_examples=30, deadline=None)
 def test_equal_returns_of_a_group_leave_no_optimal_token_advantage(batch: list[list[Token]]) -> None:
-    # One reward, at the last token that acts: whatever was spent, all of a place have the same return.
+    # One reward at the last action token: for any energies, all tokens at one position have the same return.
     batch = [tokens for tokens in batch if any(acts for acts, _, _ in tokens)] * 2
     reward_N, energy_N, mask_N, lengths_B = columns(batch)
     last = [max(t for t, (acts, _, _) in enumerate(tokens) if acts) for tokens in batch]
@@ -379,7 +380,7 @@ def test_the_optimal_token_baseline_of_an_empty_batch_is_empty() -> None:
 
 
 def test_remax_subtracts_the_reward_of_the_greedy_response() -> None:
-    # Returns 3, 2 less 0.5; and 4 less 5.
+    # Returns 3 and 2, minus 0.5, and 4 minus 5.
     reward_N = torch.tensor([9.0, 1.0, 2.0, 4.0])
     mask_N = torch.tensor([False, True, True, True])
     lengths_B = torch.tensor([3, 1])
@@ -445,10 +446,10 @@ def test_the_unbiased_variance_divides_by_n_minus_1() -> None:
 
 
 def test_whitening_of_equal_values_gives_zero() -> None:
-    # In float32 the mean of a thousand numbers 1000.1 is not that number, and the difference is all that is left.
+    # In float32 the mean of a thousand numbers 1000.1 is not exactly that number. The difference must not be scaled up.
     for count, number in ((3, 0.7), (1000, 1000.1), (3, 100000.3), (7, -1e30)):
         assert whiten(torch.full((count,), number), torch.ones(count).bool()).tolist() == [0.0] * count
-    # And no square is too large: mean 0, deviation 1e20.
+    # Squares do not overflow: mean 0, deviation 1e20.
     assert whiten(torch.tensor([1e20, -1e20]), torch.ones(2).bool()).tolist() == pytest.approx([1.0, -1.0])
     assert whiten(torch.tensor([5.0]), torch.tensor([True])).tolist() == [0.0]
     assert whiten(torch.tensor([5.0]), torch.tensor([False])).tolist() == [0.0]

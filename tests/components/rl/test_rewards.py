@@ -34,7 +34,7 @@ def slow_token_rewards(batch: Sequences, kl_coef: float) -> list[float]:
 
 
 def test_the_reward_goes_to_the_last_action_token_and_the_penalty_to_all() -> None:
-    # Two sequences: prompt, act, act; and prompt, act, environment, act, environment.
+    # Two sequences. First: prompt, action, action. Second: prompt, action, environment, action, environment.
     mask_N = torch.tensor([0, 1, 1, 0, 1, 0, 1, 0], dtype=torch.bool)
     kl_N = torch.tensor([9.0, 1.0, -2.0, 9.0, 4.0, 9.0, 8.0, 9.0])
     actual = token_rewards(torch.tensor([1.0, 2.0]), kl_N, 0.25, mask_N, torch.tensor([3, 5]))
@@ -89,7 +89,7 @@ def test_differing_sizes_are_named_in_the_error() -> None:
 
 @pytest.mark.parametrize(
     ("length", "expected"),
-    # At most 20 tokens, the last 4 of them penalised, at most by 2: half a reward per token from the 17th on.
+    # At most 20 tokens. The last 4 are penalised by at most 2 in total: half a reward per token from the 17th on.
     [(0, 1.0), (15, 1.0), (16, 1.0), (17, 0.5), (18, 0.0), (19, -0.5), (20, -1.0), (21, -1.0), (4000, -1.0)],
 )
 def test_the_overlong_penalty_rises_linearly_over_the_buffer(length: int, expected: float) -> None:
@@ -163,9 +163,9 @@ def test_penalties_with_differing_sizes_are_named_in_the_error() -> None:
 @pytest.mark.parametrize(
     ("scores", "groups", "low", "high", "within"),
     [
-        # All wrong, some right, all right.
+        # All wrong, some correct, all correct.
         ([0, 0, 0, 1, 1, 1], [5, 5, -2, -2, 9, 9], 0.0, 1.0, [0, 0, 1, 1, 0, 0]),
-        # Groups lie across each other, of sizes 3, 1, 1: means 2/3, 1/2, 1/4.
+        # Interleaved groups of sizes 3, 1, 1 with means 2/3, 1/2, 1/4.
         ([1, 0.5, 0, 0.25, 1], [7, 0, 7, 2**40, 7], 0.25, 0.6, [0, 1, 0, 0, 0]),
         ([], [], 0.0, 1.0, []),
         ([-5, 5, 100], [0, 0, 1], -math.inf, math.inf, [1, 1, 1]),
@@ -182,7 +182,7 @@ def test_group_filtering_equals_a_calculation_by_hand(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("score", [0.1, 0.7, 1 / 3, -0.3])
 def test_the_mean_of_equal_scores_is_exactly_that_score(score: float, dtype: torch.dtype) -> None:
-    # The sum of seven numbers 0.1, divided by 7, is 0.1 or not, as rounding goes; and float32 has no 0.1.
+    # The sum of seven numbers 0.1, divided by 7, may differ from 0.1 by rounding, and float32 has no exact 0.1.
     for size in (1, 3, 7, 49):
         score_B = torch.full((size,), score, dtype=dtype)
         group_B = torch.zeros(size, dtype=torch.int64)
@@ -191,7 +191,7 @@ def test_the_mean_of_equal_scores_is_exactly_that_score(score: float, dtype: tor
 
 
 def test_a_mean_that_equals_the_bound_up_to_rounding_does_not_pass() -> None:
-    # As float32 numbers 0.1, 0.2 and 0.3 have a mean that is 2.5e-9 above the float32 number 0.2.
+    # The float32 numbers 0.1, 0.2 and 0.3 have a mean that is larger than the float32 number 0.2 by 2.5e-9.
     score_B = torch.tensor([0.1, 0.2, 0.3])
     group_B = torch.zeros(3, dtype=torch.int64)
     assert not groups_within(score_B, group_B, 0.2, 1.0).any()

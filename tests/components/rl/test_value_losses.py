@@ -22,7 +22,8 @@ def slow_token(value: float, old: float, target: float, clip: float) -> tuple[fl
     square = (value - target) ** 2
     kept_square = (kept - target) ** 2
     moves = abs(value - old) <= clip
-    # Where both squares are equal, each is half of the maximum, and the kept value does not move beyond the limit.
+    # If both squares are equal, each has half of the gradient of the maximum, and the clipped value has none beyond the
+    # limit.
     slope = 0.0
     if square > kept_square or moves:
         slope = 1.0
@@ -33,8 +34,9 @@ def slow_token(value: float, old: float, target: float, clip: float) -> tuple[fl
 
 
 def test_the_value_loss_of_three_tokens_equals_a_calculation_by_hand() -> None:
-    # Old values 0, clip 0.5.  1 -> kept 0.5; return 2: max(1, 2.25) = 2.25.  Return 0: max(1, 0.25) = 1.
-    # 0.25 stays; return 0.5: 0.0625.  Half of each. Where the kept value counts there is no gradient.
+    # Old values 0, clip range 0.5. Value 1 is clipped to 0.5. Return 2: max(1, 2.25) = 2.25. Return 0: max(1, 0.25) =
+    # 1. Value 0.25 is not clipped. Return 0.5: 0.0625. The loss is half of each. A selected clipped value has no
+    # gradient.
     value_N = torch.tensor([1.0, 1.0, 0.25], requires_grad=True)
     return_N = torch.tensor([2.0, 0.0, 0.5], requires_grad=True)
     old_N = torch.zeros(3, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Automatic casting and sleep, on both engines, in a plain process and in two ranks."""
+"""Autocast and sleep on both engines, with one process and with two ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ PRECISIONS = ("bf16_autocast", "fp32")
 def test_a_sleeping_engine_leaves_no_tensor_on_the_device(runs: Runs, world_size: int, case: str) -> None:
     for rank in runs.asleep(world_size):
         record = rank[f"{case}-asleep"]
-        # Weights and two moments in float32 at least.
+        # Weights and two moments, in float32 at least.
         size = sum(tensor.nbytes for tensor in runs.asleep(1)[0][f"{case}-True"]["masters"].values())
         assert record["bytes"] >= 3 * size / world_size * (1 if case != "zero-0" else world_size)
         assert record["left"] == 0

@@ -1,4 +1,6 @@
-"""The engines of both libraries: a plain process and two ranks, each started once; every test reads their record."""
+"""Both training engines with one process and with two ranks. Each combination runs once, and every test reads its
+record.
+"""
 
 import dataclasses
 import json
@@ -36,12 +38,12 @@ class Run(NamedTuple):
 
 
 RunOf = Callable[[int], Run]
-"""The run of so many ranks."""
+"""Return the records of the run with this number of ranks."""
 
 
 @pytest.fixture(scope="module")
 def run_of(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunOf:
-    """Each is made when a test first asks for it."""
+    """Each run starts when a test first requests it."""
     root = tmp_path_factory.mktemp("train")
 
     @cache
@@ -66,7 +68,7 @@ class Plain(NamedTuple):
 
 @pytest.fixture(scope="module")
 def plain(tied_model: Path) -> Plain:
-    """The same training written out with torch alone: one process, one padded batch per step, no micro-batches."""
+    """The same training in plain torch: one process, one padded batch per step, no micro-batches."""
     model = load_policy(tied_model)
     evaluated = Batch.concat(cases.evaluated())
     groups: list[dict[str, Any]] = [
@@ -76,7 +78,7 @@ def plain(tied_model: Path) -> Plain:
     optimizer = torch.optim.AdamW(groups, betas=cases.BETAS, eps=cases.EPS)
     before = cases.logprobs(model, evaluated).detach()
     metrics = []
-    # 4 steps in all, linear decay without warm-up
+    # 4 steps in total, linear decay without warm-up
     for share, batch in zip((1.0, 0.75, 0.5), cases.minibatches(), strict=True):
         loss = -token_logprobs(model, batch).logprob_N[batch["loss_mask"]].mean()
         optimizer.zero_grad()
@@ -100,7 +102,7 @@ def plain(tied_model: Path) -> Plain:
     ],
 )
 def test_training_equals_plain_torch(run_of: RunOf, plain: Plain, world_size: int, case: str) -> None:
-    """Whatever the engine, the stage, the number of ranks, and the size of micro-batches."""
+    """Holds for any engine, stage, number of ranks and micro-batch size."""
     run = run_of(world_size)
     for actual, expected in zip(run.records[0][case]["metrics"], plain.metrics, strict=True):
         assert {name: actual[name] for name in expected} == pytest.approx(expected, rel=2e-5)
@@ -121,7 +123,7 @@ def test_bf16_training_follows_float32(run_of: RunOf, plain: Plain, world_size: 
         assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
     assert {tensor.dtype for tensor in record["weights"].values()} == {torch.bfloat16}
     for name, expected in plain.weights.items():
-        # Two bfloat16 neighbours below 1 are at most 0.0039 apart.
+        # Adjacent bfloat16 numbers below 1 differ by at most 0.0039.
         torch.testing.assert_close(record["weights"][name].float(), expected, atol=0.01, rtol=0.01)
 
 
@@ -132,7 +134,7 @@ def test_metrics_are_sums_over_micro_batches_and_ranks_and_equal_on_all_ranks(
 ) -> None:
     first, *others = (record[case] for record in run_of(world_size).records)
     for metrics in first["metrics"]:
-        # Shares of the micro-batches in the whole step: together 1, passes that only keep time not counted.
+        # The micro-batches' shares of the step add up to 1. Passes that only keep ranks in step do not count.
         assert metrics["token_share"] == pytest.approx(1.0, abs=1e-6)
         assert metrics["sequence_share"] == pytest.approx(1.0, abs=1e-6)
     assert all(record["metrics"] == first["metrics"] for record in others)
@@ -185,7 +187,8 @@ def test_a_gradient_that_is_not_finite_stops_all_before_the_step(run_of: RunOf, 
 
 
 def test_passes_without_gradients_have_separate_micro_batch_limits(run_of: RunOf) -> None:
-    # 7 sequences of at least 2 tokens, of which with a budget of 1 each stands alone; 5 to train on, by two.
+    # 7 sequences of at least 2 tokens, each of them alone because the budget is 1 token. 5 of them are trained on, two
+    # at a time.
     counted = run_of(1).records[0]["forward_tokens"]
     assert counted["forward"] == [1] * 7
     assert max(counted["training"]) == 2
@@ -198,7 +201,7 @@ def test_each_micro_batch_and_each_gathered_or_saved_tensor_reports_progress(
 ) -> None:
     for record, inputs in zip(run_of(world_size).records, forward, strict=True):
         beats, parameters = record["beats"], len(run_of(1).records[0]["fp32-3"]["weights"])
-        # Of 7 sequences, two by two on one rank, or on each of two.
+        # 7 sequences, two at a time, on one rank or on each of two.
         assert (beats["training"], beats["forward"], beats["gathering"]) == (training, inputs, parameters)
         assert beats["state"] >= 3 * parameters
 
@@ -295,7 +298,7 @@ def test_the_learning_rate_rises_linearly_and_decays_to_its_minimum() -> None:
         )
         return [config.learning_rate_at(step) for step in range(12)]
 
-    # 2 warm-up steps, then 8 of decay; min 0.1, half-way (0.1 + 1) / 2 = 0.55; a quarter: 1 - 0.9 / 4 = 0.775
+    # 2 warm-up steps, then 8 steps of decay to 0.1. Halfway (0.1 + 1) / 2 = 0.55, after a quarter 1 - 0.9 / 4 = 0.775.
     assert rates("constant") == [0.5] + [1.0] * 11
     assert [rates("linear")[step] for step in (0, 1, 2, 4, 6, 10, 11)] == pytest.approx(
         [0.5, 1.0, 1.0, 0.775, 0.55, 0.1, 0.1]
@@ -309,7 +312,7 @@ def test_the_learning_rate_rises_linearly_and_decays_to_its_minimum() -> None:
 def test_a_warm_up_from_zero_is_shifted_by_one_step_and_steps_may_share_a_rate() -> None:
     config = TrainConfig(learning_rate=1.0, lr_warmup_ratio=0.4, lr_warmup_from_zero=True, total_steps=10)
     assert [config.learning_rate_at(step) for step in range(6)] == [0, 0.25, 0.5, 0.75, 1, 1]
-    # 5 rates of two steps, of which ceil(0.4 * 5) = 2 rise.
+    # 5 learning rates of two steps each. ceil(0.4 * 5) = 2 of them rise.
     pairs = dataclasses.replace(config, steps_per_rate=2)
     assert [pairs.learning_rate_at(step) for step in range(6)] == [0, 0, 0.5, 0.5, 1, 1]
 

@@ -1,4 +1,4 @@
-"""Totals of a minibatch: what its losses are divided by."""
+"""Totals of a mini-batch, by which its losses are divided."""
 
 import pytest
 import torch
@@ -23,11 +23,11 @@ def test_a_loss_is_divided_by_the_trained_tokens_of_the_whole_minibatch() -> Non
 
 
 def test_a_sequence_without_a_trained_token_is_not_counted() -> None:
-    # Lengths 2, 0, 1, 3, of which the second has no token, and the first none that is trained on.
+    # Lengths 2, 0, 1, 3. The second has no token, and the first has no trained token.
     batch = Batch(torch.tensor([2, 0, 1, 3]), {"tokens": torch.arange(6)})
     mask_N = torch.tensor([False, False, True, True, False, True])
     assert totals_of(batch) == Totals(tokens=6, sequences=3, rows=4)
     assert totals_of(batch.with_tokens(action_mask=mask_N)) == Totals(tokens=3, sequences=2, rows=4)
-    # Where both are there, the action mask says what is trained on.
+    # If both masks exist, the action mask selects the trained tokens.
     both = batch.with_tokens(action_mask=mask_N, loss_mask=torch.ones(6, dtype=torch.bool))
     assert totals_of(both) == Totals(tokens=3, sequences=2, rows=4)

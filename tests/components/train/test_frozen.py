@@ -1,6 +1,6 @@
 """A frozen model computes the same bits as a trained one: before the first update the KL is 0 and the ratio is 1.
 
-One run in a plain process, and one of two ranks; every test reads what it recorded.
+One run with one process, and one with two ranks. Every test reads their records.
 """
 
 from pathlib import Path
@@ -41,8 +41,8 @@ def runs(untied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def rounding(precision: str, world_size: int) -> float:
-    """In nats. The passes of two ranks in training have other sequences than theirs before it, and some CPUs round a
-    product of other rows otherwise.
+    """Tolerance in nats. The training passes of two ranks contain other sequences than the passes before, and some CPUs
+    round matrix products differently for other rows.
     """
     if world_size == 1:
         return 0.0
@@ -91,7 +91,7 @@ def test_each_precision_setting_rounds_to_its_dtype(runs: Runs, untied_model: Pa
 
 @pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 def test_a_sharded_model_keeps_only_the_rows_of_its_rank(runs: Runs, world_size: int, untied_model: Path) -> None:
-    """And with bf16_autocast half of what products are with: all but embeddings, biases and norms."""
+    """With bf16_autocast also half of the factors of products: all weights except embeddings, biases and norms."""
     config = AutoConfig.from_pretrained(untied_model)
     hidden, wide, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     keys = hidden // config.num_attention_heads * config.num_key_value_heads

@@ -1,6 +1,6 @@
-"""No rank ever holds more of a model than its part and what is on its way, from loading it to exporting it.
+"""No rank ever holds more of a model than its shard and the tensors in transfer, from loading to export.
 
-As scripts/bench_memory.py measures it, with 50 million parameters and buckets of 8 MiB, by what /proc says.
+Measured like in scripts/bench_memory.py, with 50 million parameters and buckets of 8 MiB, from /proc.
 """
 
 from pathlib import Path
@@ -14,8 +14,9 @@ from tests.components.helpers.ranks import run_ranks
 pytestmark = pytest.mark.full
 RANKS = 2
 BESIDES = 72_000_000
-"""Bytes that the first pass of a process takes for libraries, and malloc for itself: 10 to 45 million have been seen. A
-rank that had all of the model in bfloat16 would take 101 million, or 51 more than its part."""
+"""Bytes that the first pass of a process needs for libraries and malloc: 10 to 45 million were measured. A rank with
+the complete model in bfloat16 would need 101 million, 51 million more than its shard.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 
 def grown(folder: Path, kind: str, work: str) -> tuple[dict[str, int], str]:
-    """By how much the memory of a rank grew at most in each phase, and the digest of rank 0."""
+    """Peak growth of a rank's memory in each phase, and the digest of rank 0."""
     records: list[dict[str, Any]] = run_ranks(growth, RANKS, folder / f"{kind}-{work}", str(folder), kind, work)
     digest = records[0]["digest"]
     return {name: max(record[name] for record in records) for name in records[0] if name != "digest"}, digest
@@ -44,7 +45,7 @@ def test_a_trained_model_is_read_saved_exported_and_resumed_tensor_by_tensor(
 ) -> None:
     folder, parameters = model
     peaks, trained = grown(folder, kind, "train")
-    if kind == "fsdp":  # DeepSpeed's engine takes its gradients and buffers with the weights
+    if kind == "fsdp":  # DeepSpeed allocates gradients and buffers together with the weights
         assert peaks["load"] - 4 * parameters // RANKS < BESIDES
     assert peaks["save_state"] < BESIDES
     assert peaks["save_hf"] < 2 * BUCKET_BYTES + BESIDES

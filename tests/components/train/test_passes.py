@@ -11,7 +11,7 @@ from components.models.causal import token_logprobs
 from components.models.loading import load_policy
 from components.train.passes import evaluate
 
-# Lengths 5, 1, 8, 2: padding on three rows, and a sequence of which nothing is predicted.
+# Lengths 5, 1, 8, 2: padding on three rows, and a sequence without a predicted token.
 ROWS = [[2, 5, 9, 0, 1], [7], [2, 3, 4, 5, 6, 7, 8, 1], [11, 0]]
 
 
@@ -31,7 +31,7 @@ def test_evaluation_in_micro_batches_keeps_the_order(tied_model: Path, batch: Ba
     logprob_N = evaluate(batch, batch.micro_batch_indices(max_tokens), "cpu", compute)
     torch.testing.assert_close(logprob_N, token_logprobs(model, batch).logprob_N.detach(), atol=1e-5, rtol=0)
     assert not logprob_N.requires_grad
-    # By length 1, 2, 5, 8: of 8 tokens, padding included, only the first two fit together.
+    # Sorted lengths 1, 2, 5, 8: within 8 tokens, padding included, only the first two fit together.
     assert sizes == {1: [1, 1, 1, 1], 8: [2, 1, 1], 10**6: [4]}[max_tokens]
     assert evaluate(batch.select([]), [], "cpu", compute).tolist() == []
     sizes.clear()

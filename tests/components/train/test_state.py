@@ -1,6 +1,6 @@
-"""A state that one process saved is continued from in another, by one rank and by two, with both engines.
+"""A state saved by one process is continued by another one, with one rank and with two, with both engines.
 
-The processes that load start from other weights. Each kind is started once; every test reads what it recorded.
+The loading processes start from other weights. Each kind runs once, and every test reads its record.
 """
 
 import errno
@@ -64,7 +64,7 @@ def runs(tied_model: Path, other_tied_model: Path, tmp_path_factory: pytest.Temp
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a state, without what is each rank's own."""
+    """Return all tensors of a state, except those that are stored per rank."""
     tensors: dict[str, Tensor] = {}
     for path in folder.glob("rank_*.safetensors"):
         with safe_open(path, framework="pt") as reader:
@@ -79,7 +79,7 @@ def note(folder: Path) -> dict[str, Any]:
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    """Equal in name, type, shape and bits: 0.0 is not -0.0 here."""
+    """Check equality of names, types, shapes and bits: 0.0 differs from -0.0."""
 
     def bits(tensor: Tensor) -> tuple[Any, ...]:
         return tensor.dtype, tensor.shape, tensor.contiguous().view(-1).view(torch.uint8).tolist()
@@ -88,7 +88,7 @@ def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Metrics, weights, buffers and outputs to the last bit."""
+    """Check that metrics, weights, buffers and outputs are bit-equal."""
     assert one.get("metrics") == other.get("metrics")
     assert one["step_count"] == other["step_count"]
     assert same_bits(one["weights"], other["weights"])
@@ -148,7 +148,7 @@ def test_other_ranks_and_stages_resume_with_an_equal_state_and_losses_up_to_roun
     for actual, expected in zip(record["metrics"], runs.saved(other)[0][saved]["metrics"], strict=True):
         assert actual["learning_rate"] == expected["learning_rate"]
         if "odd" in saved:
-            assert actual["loss"] != expected["loss"]  # dropout starts anew
+            assert actual["loss"] != expected["loss"]  # the random state of dropout is not restored
         elif "bf16" in saved + loaded:
             assert actual["loss"] == pytest.approx(expected["loss"], rel=0.02)
         else:
@@ -158,7 +158,7 @@ def test_other_ranks_and_stages_resume_with_an_equal_state_and_losses_up_to_roun
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_files_hold_the_master_weights_and_moments_of_each_stage(runs: Runs, world_size: int) -> None:
-    """Stage 0 has them in torch's AdamW; float32 training is the same at every stage, but for rounding."""
+    """At stage 0 torch's AdamW has them. Up to rounding, float32 training is equal at every stage."""
     expected = runs.state(1, "fp32-0")
     assert len(expected) == 26 * 3
     for name, weight in runs.saved(1)[0]["fp32-0"]["saved"]["weights"].items():
@@ -201,7 +201,7 @@ def test_each_parameter_is_written_once_by_one_rank(runs: Runs) -> None:
 
 @pytest.mark.full
 def test_resumed_buffers_come_from_rank_0_and_frozen_weights_have_no_moments(runs: Runs) -> None:
-    # Each rank counted its own tokens; with other ranks than saved, all resume from rank 0's count.
+    # Each rank counted its own tokens. With another number of ranks, all of them resume from the count of rank 0.
     counts = [record["odd-2"]["loaded"]["buffers"]["seen"].item() for record in runs.loaded(2)]
     assert counts[0] != counts[1]
     assert runs.crossed(1)[0]["odd-2-odd-3"]["loaded"]["buffers"]["seen"].item() == counts[0]
@@ -242,13 +242,13 @@ def test_the_state_of_another_model_is_refused_with_the_first_difference(runs: R
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_a_full_disk_raises_on_all_ranks_and_training_can_continue(runs: Runs, world_size: int) -> None:
-    """The last rank's files may have 40,000 bytes."""
+    """The files of the last rank are limited to 40,000 bytes."""
     errors = [record["errors"] for record in runs.loaded(world_size)]
     assert "File too large" in errors[-1]["full_disk"]
     assert all(error["full_disk"].startswith(f"OSError {errno.EFBIG}: ") for error in errors)
     assert all(f"rank {world_size - 1}" in error["full_disk"] for error in errors[:-1])
     assert not errors[0]["full_disk_note"]
-    # Rank 0 alone writes the model.
+    # Only rank 0 writes the model.
     assert ("no error" if world_size == 2 else f"OSError {errno.EFBIG}: ") in errors[0]["full_disk_hf"]
     assert all(error["folder_is_a_file"].startswith(f"FileExistsError {errno.EEXIST}") for error in errors)
     for record, saved in zip(runs.loaded(world_size), runs.saved(world_size), strict=True):
@@ -257,7 +257,7 @@ def test_a_full_disk_raises_on_all_ranks_and_training_can_continue(runs: Runs, w
 
 
 def test_a_write_error_of_a_library_has_the_errno_of_the_system() -> None:
-    # tokenizers raises a plain Exception.
+    # tokenizers raises an Exception without a specific class.
     with pytest.raises(OSError, match=says("/a", "No space left on device")) as caught, disk_errors("write /a"):
         Tokenizer(WordLevel({"_": 0}, unk_token="_")).save("/dev/full")
     assert caught.value.errno == errno.ENOSPC

@@ -1,6 +1,6 @@
-"""Sequences that a loss compares stay together: whatever cuts a minibatch, and on however many ranks.
+"""Sequences that a loss compares stay together in every split of a mini-batch, for any number of ranks.
 
-P pairs; B sequences; G groups.
+Legend: P pairs; B sequences; G groups.
 """
 
 import re
@@ -27,7 +27,7 @@ from tests.components.helpers.ranks import WORLD_SIZES, run_ranks
 from tests.messages import says
 
 RecordsOf = Callable[[int], list[dict[str, Any]]]
-"""By number of ranks, what each has written down."""
+"""Number of ranks -> record of each rank."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def records_of(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Re
 
 @pytest.fixture(scope="module")
 def plain(tied_model: Path) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """The same training with torch alone, one pair after the other."""
+    """The same training in plain torch, one pair after the other."""
     model = load_value_model(tied_model)
     groups: list[dict[str, Any]] = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": train_cases.WEIGHT_DECAY},
@@ -51,7 +51,7 @@ def plain(tied_model: Path) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     ]
     optimizer = torch.optim.AdamW(groups, betas=train_cases.BETAS, eps=train_cases.EPS)
     metrics = []
-    # 4 steps in all, linear decay without warm-up
+    # 4 steps in total, linear decay without warm-up
     for share, batch in zip((1.0, 0.75, 0.5), minibatches(), strict=True):
         gaps = []
         for i in range(0, len(batch), 2):
@@ -91,11 +91,11 @@ def test_the_cases_have_different_micro_batches_of_whole_pairs(records_of: Recor
         for record in ranks:
             for pairs in record[case]["passes"]:
                 assert pairs[::2] == pairs[1::2]
-        # All ranks make as many passes, though one has nothing of its own in the last step.
+        # All ranks make the same number of passes, although one has no data in the last step.
         assert len({len(record[case]["passes"]) for record in ranks}) == 1
     assert [len(pairs) for pairs in ranks[0]["one pair"]["passes"]] == [2] * len(ranks[0]["one pair"]["passes"])
     assert len(ranks[0]["one pair"]["passes"]) == (12 if world_size == 1 else 4 + 2 + 1)
-    # Room for five sequences is room for two pairs: 4 + 2 + 1 passes, or with two ranks 2 + 1 + 1.
+    # Five sequences per micro-batch allow two pairs: 4 + 2 + 1 passes, or with two ranks 2 + 1 + 1.
     assert len(ranks[0]["few sequences"]["passes"]) == (7 if world_size == 1 else 4)
     assert len(ranks[0]["deepspeed"]["passes"]) == 3
 
@@ -148,7 +148,7 @@ def test_a_group_is_never_split(
             lengths = [int(batch.lengths[position]) for position in cut]
             assert (sum(lengths) if packing else len(cut) * max(lengths)) <= max_tokens
             assert len(cut) <= (max_sequences or len(cut))
-    # What a rank looks at when it has nothing of its own is a whole group, and the shortest.
+    # A rank without data evaluates a complete group, the shortest one.
     spare = shortest_group(batch, size).tolist()
     totals = [int(batch.lengths[i : i + size].sum()) for i in range(0, len(batch), size)]
     assert spare == list(range(spare[0], spare[0] + size))
@@ -165,7 +165,7 @@ def test_groups_of_one_have_the_micro_batches_of_single_sequences() -> None:
 
 
 def test_ranks_get_similar_numbers_of_tokens_in_whole_groups() -> None:
-    # Pairs of 20, 20, 3 and 9 tokens: a long one for each rank, whatever their first sequences are.
+    # Pairs of 20, 20, 3 and 9 tokens: each rank gets a long one, regardless of their first sequences.
     batch = Batch(torch.tensor([1, 19, 9, 11, 2, 1, 8, 1]), {})
     plans = PADDED.micro_batches_by_rank(batch, 2, max_tokens=1000, group_size=2)
     assert sorted(sum(int(batch.lengths[index].sum()) for index in plan) for plan in plans) == [23, 29]

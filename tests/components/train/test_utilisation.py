@@ -28,7 +28,7 @@ def model(tied: bool) -> Qwen2ForCausalLM:
     )
 
 
-# A layer: query 8 x 8 + 8, key and value 4 x 8 + 4 each, output 8 x 8, three of 8 x 16, two norms of 8.
+# Per layer: query 8 x 8 + 8, key and value 4 x 8 + 4 each, output 8 x 8, three MLP matrices of 8 x 16, two norms of 8.
 LAYER = 72 + 36 + 36 + 64 + 3 * 128 + 16
 PRODUCTS = 2 * LAYER + 8 + 80
 ATTENTION = 6 * 2 * 8 * (9 + 25)

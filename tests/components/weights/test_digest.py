@@ -9,7 +9,9 @@ from components.weights.digest import Digests, compare_digests, digest
 
 
 def mixed(word: int) -> int:
-    """One word of four bytes, by Python's own integers: a signed product that wraps, a signed shift, twice."""
+    """Return the digest of a four-byte word with Python integers: a signed product that wraps and a signed shift,
+    twice.
+    """
     for factor, shift in ((-1640531527, 15), (-2048144789, 13)):
         word = (word * factor + 2**31) % 2**32 - 2**31
         word ^= word >> shift
@@ -36,7 +38,7 @@ def test_batched_digests_equal_single_ones(chunks_at_once: int, monkeypatch: pyt
     digests = Digests()
     for name, tensor in tensors.items():
         digests.add(name, tensor)
-        # A bucket is filled again after the sums of its tensors have been computed.
+        # A bucket is refilled after the sums of its tensors were computed.
         tensor.zero_()
     assert digests.result() == expected
     assert Digests().result() == {}
@@ -44,7 +46,7 @@ def test_batched_digests_equal_single_ones(chunks_at_once: int, monkeypatch: pyt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_flipping_any_single_bit_changes_the_digest(dtype: torch.dtype) -> None:
-    tensor = torch.linspace(-1, 1, 9).to(dtype)  # bfloat16: 18 bytes, so that a tail is there
+    tensor = torch.linspace(-1, 1, 9).to(dtype)  # bfloat16: 18 bytes, so that an incomplete word remains
     flipped = set()
     for bit in range(tensor.nbytes * 8):
         other = tensor.clone()
@@ -66,7 +68,7 @@ def test_swapping_two_values_at_any_distance_changes_the_digest() -> None:
 def test_the_layout_in_memory_does_not_matter() -> None:
     tensor = torch.randn(33, 7)
     assert digest(tensor.t().contiguous().t()) == digest(tensor)
-    # Bytes that do not begin at a word.
+    # Bytes that do not begin at a word boundary.
     halves = torch.randn(11).bfloat16()
     assert digest(halves[1:]) == digest(halves[1:].clone())
     assert digest(torch.nn.Parameter(tensor)) == digest(tensor)

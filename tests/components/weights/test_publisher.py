@@ -26,7 +26,7 @@ def folders(directory: Path) -> list[str]:
 
 
 def test_a_reader_receives_the_published_weights(tmp_path: Path) -> None:
-    publisher = WeightPublisher(tmp_path / "w", bucket_bytes=24)  # room for a.weight alone: several buckets
+    publisher = WeightPublisher(tmp_path / "w", bucket_bytes=24)  # space for a.weight only: several buckets
     handle = publisher.publish(1, some_weights().items())
     arrived = dict(read_weights(handle))
     assert arrived.keys() == some_weights().keys() == weight_shapes(handle).keys()
@@ -35,7 +35,7 @@ def test_a_reader_receives_the_published_weights(tmp_path: Path) -> None:
         assert torch.equal(arrived[name], tensor)
     # 6 float32, 4 bfloat16, 5 float32
     assert handle.nbytes == 24 + 8 + 20
-    # a alone; b after it; c begins 64 bytes after b, which is more than 24
+    # a has its own bucket; b follows it; c begins 64 bytes after b, which is more than 24
     assert len(json.loads((Path(handle.path) / "index.json").read_text())["buckets"]) == 3
     assert pickle.loads(pickle.dumps(handle)) == handle
 
@@ -98,7 +98,7 @@ def test_tensors_held_by_a_reader_are_never_overwritten(tmp_path: Path) -> None:
     publisher.publish(2, some_weights(2.0).items())
     assert place_on_disk(publisher.publish(3, some_weights(3.0).items())) != place
     assert kept.tolist() == [1.0] * 5
-    # Who writes nevertheless writes into a copy.
+    # Writing to the tensor writes to a copy.
     kept.zero_()
     again = publisher.publish(4, some_weights(4.0).items())
     dict(read_weights(again))["c.weight"].zero_()
@@ -180,7 +180,7 @@ def test_without_space_anywhere_the_error_names_the_option_to_set(tmp_path: Path
 
 
 def test_a_version_that_does_not_fit_is_written_completely_to_the_fallback(tmp_path: Path) -> None:
-    """Two file systems with different room; the headroom lies between the two, so that only the larger one fits."""
+    """Two file systems with different free space. The headroom is between them, so only the larger one suffices."""
     shared_memory = Path("/dev/shm") / f"troupe-test-{os.getpid()}"
     shared_memory.mkdir()
     try:

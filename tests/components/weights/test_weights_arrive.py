@@ -1,4 +1,4 @@
-"""From every training engine to every rollout engine: what was learnt is what is sampled from."""
+"""Weights of every training engine reach every rollout engine: sampling uses the trained weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_hf_has_the_log_probs_of_the_trainer_after_a_weight_sync(
 def test_vllm_has_the_log_probs_of_the_trainer_after_a_weight_sync(
     kind: str, models: Path, published_by: PublishedBy, tmp_path: Path
 ) -> None:
-    """In a process of its own, since vLLM sets up the one it is in."""
+    """In a separate process, because vLLM changes the state of its process."""
     (tmp_path / "published").write_bytes(pickle.dumps(published_by(1) + published_by(2)))
     worker = str(Path(__file__).parents[1] / "helpers" / "receive_worker.py")
     done = subprocess.run(

@@ -9,12 +9,12 @@ from . import remote_call
 
 @rpc
 def version_of_common() -> str:
-    """Exported, since the entry points import it."""
+    """Exported, because the entry points import it."""
     return "1"
 
 
 class BaseActor:
-    """A plain class: the guide's roles have no base class of the library's."""
+    """A plain class, because the roles of the guide have no base class of the library."""
 
     def __init__(self) -> None:
         self.model_path = ""

@@ -54,7 +54,7 @@ def submit(args: argparse.Namespace) -> int:
 
     # 3. Build and submit
     job = builder.device_type("CPU").build()
-    # optional modifications before submission
+    # optional changes before submission
     if args.skip_node_check:
         for workload in job.workloads.values():
             if workload.backend == "elastic":

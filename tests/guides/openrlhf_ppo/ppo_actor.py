@@ -40,6 +40,6 @@ class PolicyModelActor(BaseActor):
     def save_checkpoint(self, tag: str) -> None:
         self.saved.append(tag)
 
-    @rpc  # under the method's own name
+    @rpc  # exported under the name of the method
     def saved_checkpoints(self) -> list[str]:
         return self.saved

@@ -22,7 +22,7 @@ rpc("anywhere", export=True)(made_elsewhere)
 
 
 class LLM:
-    """A stand-in for vLLM's."""
+    """A substitute for vLLM's engine class."""
 
     def __init__(self) -> None:
         self.is_awake = False

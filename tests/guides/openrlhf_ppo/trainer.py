@@ -9,7 +9,7 @@ from .utils.experience_maker import SamplesGenerator
 
 
 class PPOTrainer:
-    """Drives the roles."""
+    """Calls the roles in the order of the guide."""
 
     def __init__(self, config: Any) -> None:
         self.config = config

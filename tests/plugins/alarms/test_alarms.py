@@ -1,4 +1,4 @@
-"""Each alarm sounds beyond its limit and not below, once, under any system's names; metrics made by hand."""
+"""Each alarm is raised beyond its limit and not below it, once, with the metric names of any system."""
 
 import math
 import re
@@ -30,7 +30,7 @@ ALL = {name for names in SCHEMAS.values() for name in names}
 
 
 def sounded(steps: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
-    """Name and step, from 1, of each alarm."""
+    """Name and step of each alarm. Steps count from 1."""
     alarms = Alarms(ALL)
     return [(event.alarm, event.step) for i, step in enumerate(steps, 1) for event in alarms.look(i, step)]
 
@@ -71,7 +71,7 @@ def cut(share: float) -> dict[str, float]:
         ("mismatch", 3, [apart(0.05, 0.0), apart(0.06, 0.0), apart(0.06, 0.0)]),
         ("mismatch", 3, [apart(1.0, 2.0), apart(1.1, 2.0), apart(1.1, 2.0)]),
         ("equal_groups", 4, [equal(0.9, 0.0), *[equal(0.91, 0.0)] * 3]),
-        # Right from the start it is no success: there is nothing to learn.
+        # All correct from the first step is not a success: there is nothing to learn.
         ("equal_groups", 3, [equal(1.0, 1.0)] * 3),
         ("failed_rewards", 3, [{"reward/failed": 0.0}, *[{"reward/failed": 1.0}] * 2]),
         ("router", 3, [{"actor/router_imbalance_max": imbalance} for imbalance in (0.9, 0.91, 0.91)]),
@@ -81,7 +81,7 @@ def cut(share: float) -> dict[str, float]:
 )
 def test_an_alarm_is_raised_beyond_its_limit(name: str, at: int, steps: list[dict[str, Any]]) -> None:
     assert sounded(steps) == [(name, at)]
-    # And once: it is as wrong in the next steps.
+    # The alarm is raised once, although the next steps have the same values.
     assert sounded([*steps, steps[-1], steps[-1]]) == [(name, at)]
 
 
@@ -89,15 +89,17 @@ def test_an_alarm_is_raised_beyond_its_limit(name: str, at: int, steps: list[dic
     "steps",
     [
         [clipped(0.3, 0.2)],
-        [clipped(0.6, 0.05)] * 9,  # a narrow range, and a policy that hardly moves
+        # a narrow range of scores, and a policy that hardly changes; certain and correct; not in consecutive steps; old
+        # weights
+        [clipped(0.6, 0.05)] * 9,
         [open_to(1.0, 0.1), *[open_to(0.01, 0.9)] * 9],  # sure, and right
         [apart(0.06, 0.0), apart(0.04, 0.0)] * 9,  # not in a row
         [apart(0.9, 1.0)] * 9,  # of older weights
         [ratio(0.9, 1.0)] * 9,
         [{"actor/kl_to_reference": kl} for kl in (0.0, 0.2)],
-        [equal(0.5, 0.3), *[equal(1.0, 0.9)] * 9],  # has learnt it all
+        [equal(0.5, 0.3), *[equal(1.0, 0.9)] * 9],  # the policy has learnt the task
         [cut(0.6), cut(0.4)] * 9,
-        [{"reward/failed": 1.0}, {"reward/failed": 0.0}] * 9,  # a server that stumbles
+        [{"reward/failed": 1.0}, {"reward/failed": 0.0}] * 9,  # a reward server with temporary failures
     ],
 )
 def test_healthy_metrics_raise_no_alarm(steps: list[dict[str, Any]]) -> None:
@@ -116,7 +118,7 @@ def test_metric_names_of_verl_are_accepted_and_the_text_has_the_numbers() -> Non
 
 
 def test_an_alarm_of_several_steps_counts_those_that_have_its_metric() -> None:
-    # A step in which only the critic learns has no entropy.
+    # A step that trains only the critic has no entropy.
     entropies = [1.0, 0.05, None, 0.05]
     assert sounded([{} if x is None else open_to(x, 0.0) for x in entropies]) == [("entropy", 4)]
 
@@ -125,7 +127,7 @@ def test_non_numeric_metrics_are_ignored_and_non_finite_ones_are_named() -> None
     watched = list(dict.fromkeys(alarm.watches for alarm in ALARMS))
     for odd in (None, "text", [1.0], {"a": 1}):
         assert sounded([dict.fromkeys(watched, odd), {}]) == []
-    # Nor is a limit looked for in what is not finite, nor a first value taken from it.
+    # A value that is not finite is neither compared with a limit nor used as an initial value.
     (event,) = Alarms(ALL).look(1, dict.fromkeys(watched, math.inf))
     assert event.alarm == "not_a_number"
     assert re.search(says(*watched[:3]), event.text)
@@ -144,7 +146,7 @@ def test_suggested_options_exist() -> None:
     for alarm in (*ALARMS, NOT_A_NUMBER):
         named = {name for remedy in alarm.remedies for name in re.findall(r"\{(.*?)\}", remedy)}
         assert named <= ALL, alarm.name
-        # Every recipe has something to try.
+        # Every recipe has a suggestion.
         assert all(advice(alarm, names) for names in SCHEMAS.values()), alarm.name
 
 
@@ -171,9 +173,9 @@ def test_a_score_below_its_initial_value_raises_an_alarm_and_noise_does_not() ->
 
     assert sounded("eval/score", [0.476, 0.54, 0.17]) == [("falling_evaluation", 3)]
     assert sounded("reward/score", [0.476, 0.54, 0.17, 0.15]) == [("falling_reward", 4)]
-    assert sounded("eval/score", [0.19, 0.5, 0.86, 0.25]) == []  # it still is above its start
+    assert sounded("eval/score", [0.19, 0.5, 0.86, 0.25]) == []  # the score is still above its initial value
     assert sounded("reward/score", [0.5, 0.55, 0.4, 0.35, 0.4]) == []
-    assert sounded("reward/score", [0.06, 0.03, 0.0, 0.03]) == []  # as little is noise
+    assert sounded("reward/score", [0.06, 0.03, 0.0, 0.03]) == []  # such a small difference is noise
 
 
 STEADY = [0.2, 0.22, 0.31, 0.4, 0.52, 0.6, 0.71, 0.78, 0.8, 0.79, 0.81, 0.8]
@@ -183,12 +185,13 @@ STEADY = [0.2, 0.22, 0.31, 0.4, 0.52, 0.6, 0.71, 0.78, 0.8, 0.79, 0.81, 0.8]
     ("metric", "scores", "alarm", "at"),
     [
         ("eval/score", [0.2, 0.5, 0.8, 0.3, 0.31, 0.29], "lost_evaluation", 6),
-        ("eval/score", [0.2, 0.5, 0.8, 0.3, 0.31, 0.6, 0.29], None, 0),  # recovers in between
+        # recovers in between a gain of 0.19 is too small three quarters of 0.6 is 0.45
+        ("eval/score", [0.2, 0.5, 0.8, 0.3, 0.31, 0.6, 0.29], None, 0),
         ("eval/score", [0.2, 0.3, 0.39, 0.21, 0.21, 0.21], None, 0),  # a gain of 0.19 is small
         ("eval/score", [0.2, 0.5, 0.8, 0.36, 0.36, 0.36], None, 0),  # three quarters of 0.6 are 0.45
         ("reward/score", [*STEADY, 0.3, 0.25, 0.28], "lost_reward", 15),
         ("reward/score", [*STEADY, 0.5, 0.5, 0.5, 0.5], None, 0),
-        # Gains of noise: 16 responses of a policy that learns nothing.
+        # Random gains of a policy that learns nothing, with 16 responses per evaluation.
         (
             "reward/score",
             [0.25, 0.5, 0.31, 0.62, 0.75, 0.5, 0.69, 0.38, 0.44, 0.31, 0.5, 0.25, 0.44, 0.31] * 3,

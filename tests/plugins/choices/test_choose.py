@@ -1,4 +1,4 @@
-"""Options that are left to the machine, as commands resolve them on GPUs and on CPUs."""
+"""Options left on `auto`, as commands resolve them on GPUs and on CPUs."""
 
 import json
 from importlib import import_module
@@ -53,12 +53,12 @@ def test_user_options_are_kept_and_other_options_are_chosen_to_fit(
     train = config["train"]
     assert (train["gradient_checkpointing"], train["max_tokens"], train["zero_stage"]) == (True, 5000, 3)
     assert (config["rollout"]["max_num_seqs"], config["placement"]["engines_sleep"]) == (96, True)
-    # 96 of 512 sequences are generated at a time, so the cache need not hold more.
+    # 96 of 512 sequences are generated at a time, so the cache is sized for these.
     assert "96 sequences of 300 tokens" in plan["chosen"][0]
     assert config["rollout"]["gpu_memory"] < 0.1
     plan, _ = planned("grpo", tmp_path, capsys, *LENGTHS, "rollout.gpu_memory=0.08", "assume_devices=1x1x80GB")
     assert plan["config"]["rollout"]["gpu_memory"] == 0.08
-    # A share of 6.4 GB does not hold 512 sequences beside the weights, so the number of rows adapts to it.
+    # A share of 6.4 GB cannot hold 512 sequences next to the weights, so the number of rows is reduced.
     assert plan["config"]["rollout"]["max_num_seqs"] == 256
 
 
@@ -123,7 +123,7 @@ def test_generation_rows_are_limited_by_the_step_and_the_model_size() -> None:
     assert row_domain(10**9, 3000)[:3] == [2048, 1024, 512]
     assert row_domain(7 * 10**9, 3000)[0] == 1024
     assert row_domain(30 * 10**9, 3000)[0] == 512
-    assert row_domain(10**9, 64)[0] == 256  # evaluations may have more
+    assert row_domain(10**9, 64)[0] == 256  # evaluations may sample more
     assert row_domain(10**9, 600)[0] == 1024
 
 

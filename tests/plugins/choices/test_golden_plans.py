@@ -34,7 +34,7 @@ def rank(plan: Any) -> tuple[Any, ...]:
 
 
 def test_the_choices_equal_those_of_the_golden_table(script: dict[str, Any], plans: dict[Any, Any]) -> None:
-    """After a wanted change run `python scripts/golden_plans.py` and read the difference of the table."""
+    """After an intended change run `python scripts/golden_plans.py` and review the diff of the table."""
     assert script["PAGE"].read_text(encoding="utf-8") == script["page"](plans)
 
 

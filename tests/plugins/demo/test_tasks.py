@@ -38,7 +38,7 @@ def test_word_draws_a_story_of_two_sums_with_results_from_0_to_15() -> None:
         assert (again, answer) == (then, end)
         assert all(0 <= number <= 15 for number in numbers)
         assert max(change, second) <= 5
-        # The story names what the label begins with and what changes it, and none of what comes out.
+        # The story names the first operand and the changes, and none of the results.
         assert [int(text) for text in re.findall(r"\d+", row["input"])] == [first, change, second]
 
 
@@ -55,7 +55,7 @@ def test_the_verb_of_a_story_matches_the_sign_of_its_sum(verb: str, sum_: str) -
 def test_word_has_more_different_prompts_than_a_run_needs() -> None:
     task = WordTask()
     rng = random.Random(0)
-    # Of 60,000 draws at least 50,000 are different, so there are far more than that to draw from.
+    # 60,000 samples contain at least 50,000 different prompts, so there are far more prompts in total.
     assert len({task.draw(rng)[0] for _ in range(60_000)}) > 50_000
 
 
@@ -70,7 +70,7 @@ def test_no_heldout_prompt_occurs_in_train_rows_or_demonstrations(task: Task) ->
 
 
 def test_the_split_depends_only_on_the_prompt_and_never_changes() -> None:
-    # Noted once: were the split to move, old and new runs could not be compared.
+    # A stored value: if the split changed, old and new runs would not be comparable.
     prompts = ("dbcaf>", "abcde>", "ponml>", "hcako>", "jkbig>")
     assert [prompt for prompt in prompts if is_heldout(prompt)] == ["dbcaf>", "ponml>"]
     share = sum(is_heldout(row["prompt"] + "x") for row in SortTask().demonstrations(5000, seed=0)) / 5000
@@ -105,11 +105,11 @@ def test_word_demonstrates_labels_first_then_half_with_sums_and_three_fifths_wit
     reasoned = [float("=" in row["response"]) for row in mixed]
     assert sum(marked) / 3000 == pytest.approx(0.6, abs=0.03)
     assert sum(reasoned) / 3000 == pytest.approx(0.5, abs=0.03)
-    # Neither says anything about the other.
+    # Neither response states anything about the other sum.
     assert sum(m * r for m, r in zip(marked, reasoned)) / 3000 == pytest.approx(0.3, abs=0.03)
     forms = {re.sub(r"\d+", "1", row["response"]).replace("-", "+") for row in mixed}
     assert forms == {"1+1=1 1+1=1 #### 1", "1+1=1 1+1=1 so 1", "#### 1", "so 1"}
-    # What is left out is the form; the answer stays right.
+    # The format is missing, the answer is correct.
     assert all(task.score(row["response"], row["response"]) for row in mixed if "####" in row["response"])
 
 
@@ -121,7 +121,7 @@ SOLUTION = "7+5=12 12-3=9 #### 9"
     [
         ("7+5=12 12-3=9 #### 9", 1, 1, 1, 1),
         ("7+5=12 12-3=9 #### 8", 0, 1, 1, 0),
-        ("7+5=13 13-3=9 #### 9", 1, 1, 1, 1),  # wrong on the way: form and answer are what is asked for
+        ("7+5=13 13-3=9 #### 9", 1, 1, 1, 1),  # wrong intermediate results: format and answer are still correct
         ("7+5=12 12-3=9 so 9", 0, 0, 1, 0),
         ("7+5=12 #### 9", 1, 1, 0, 0),
         ("#### 9", 1, 1, 0, 0),
@@ -193,7 +193,7 @@ def test_demonstrated_games_have_correct_feedback_and_end_with_the_number_or_the
             halved += guess == (low + high) // 2
             low, high = (max(low, guess + 1), high) if guess < secret else (low, min(high, guess - 1))
         guesses += len(guesses_made)
-    # A share of 0.4 bisects on purpose, and 1 in 12.5 of the others by chance.
+    # A share of 0.4 bisects by design, and 1 in 12.5 of the others by chance.
     assert halved / guesses == pytest.approx(0.4 + 0.6 / 12.5, abs=0.02)
 
 
@@ -205,7 +205,7 @@ def test_bisection_always_wins() -> None:
     for limit in range(10, 16):
         games = [task.demonstrate(f"abc{limit}:", str(secret), random.Random(0)) for secret in range(1, limit + 1)]
         assert [game[-1] for game in games] == [str(secret) for secret in range(1, limit + 1)]
-    # 1 to 13: the middle is 7, of 8 to 13 it is 10, of 8 and 9 it is 8.
+    # From 1 to 13 the middle is 7, from 8 to 13 it is 10, from 8 to 9 it is 8.
     assert task.demonstrate("abc13:", "9", random.Random(0)) == ["7", ">", "10", "<", "8", ">", "9"]
 
 
@@ -224,7 +224,7 @@ def test_guesses_with_their_end_tokens_are_trained_on_and_feedback_is_not() -> N
         tokens = data.row(i, "tokens")
         mask = data.row(i, "loss_mask")
         assert tokenizer.decode(tokens) == text
-        # The tokens are those that prompt, turns and feedback have on their own.
+        # The tokens are the concatenation of those of prompt, turns and feedback.
         assert tokens.tolist() == [
             index for part in re.split("(<eos>)", text) for index in tokenizer(part)["input_ids"]
         ]
@@ -238,12 +238,12 @@ def test_chosen_answers_are_correct_and_rejected_answers_are_wrong(task: Task) -
     tokenizer = task_tokenizer(task)
     for row in rows:
         assert not is_heldout(row["prompt"])
-        # A right answer is a label too: it says all that the score asks for.
+        # A correct answer is also a valid label, because the score needs nothing else.
         assert (task.score(row["chosen"], row["chosen"]), task.score(row["rejected"], row["chosen"])) == (1, 0)
         assert len(tokenizer(row["rejected"])["input_ids"]) < 2 * task.max_response_tokens
     assert task.pairs(100, seed=0) == rows[:100]
     assert task.pairs(100, seed=1) != rows[:100]
-    # No single kind of mistake makes up all pairs.
+    # The pairs contain several kinds of mistakes.
     assert len({row["rejected"] for row in rows}) > 500
 
 
@@ -260,8 +260,8 @@ def test_wrong_sorts_are_of_every_kind() -> None:
             kinds["another letter"] += 1
         else:
             kinds["backwards" if wrong == right[::-1] else "in disorder"] += 1
-    # As expected_shares for; what was right after all (a shuffle in 1 of 120, a letter put back in 1 of 16) was drawn
-    # again.
+    # As in expected_shares. Corruptions that were correct by chance (a shuffle in 1 of 120, a reinserted letter in 1 of
+    # 16) are drawn again.
     shares = {name: count / 4000 for name, count in kinds.items()}
     expected_shares = {"backwards": 0.35, "in disorder": 0.25, "another letter": 0.2, "too short": 0.1, "too long": 0.1}
     assert shares == pytest.approx(expected_shares, abs=0.03)

@@ -55,7 +55,7 @@ def test_a_saved_model_and_tokenizer_are_restored(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     loaded_tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    # No id of the loaded tokenizer may lie beyond the embedding.
+    # No id of the loaded tokenizer exceeds the embedding.
     assert len(loaded_tokenizer) == len(tokenizer) == loaded.config.vocab_size == 20
     assert loaded_tokenizer("dbcaf><eos>")["input_ids"] == tokenizer("dbcaf><eos>")["input_ids"]
     assert loaded_tokenizer.decode([3, 4, 2]) == "ab<eos>"
@@ -118,7 +118,7 @@ def test_a_loaded_tokenizer_encodes_every_row_like_the_original(
 def test_training_the_tokenizer_of_a_task_is_deterministic(word: PreTrainedTokenizerFast) -> None:
     again = task_tokenizer(WordTask())
     assert again.backend_tokenizer.to_str() == word.backend_tokenizer.to_str()
-    # Noted once, by another process: were it to change, kept models and runs would no longer be comparable.
+    # A stored value, computed by another process: if it changed, cached models and runs would no longer be comparable.
     vocabulary = json.dumps(sorted(word.get_vocab().items()))
     assert hashlib.blake2b(vocabulary.encode(), digest_size=8).hexdigest() == "ddc937813b76a920"
 

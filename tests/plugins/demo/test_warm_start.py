@@ -62,7 +62,7 @@ def test_a_warm_start_is_loaded_with_its_tokenizer_and_task(made: tuple[Path, li
     assert len(lines) == 1
     assert re.search(says("sort", "step 3/3", "loss="), lines[0])
     note = json.loads((folder / "warm_start.json").read_text())
-    # Three small steps hardly move it from guessing among 20 tokens: ln 20 = 3.0.
+    # After three small steps the loss is near that of uniform guessing among 20 tokens: ln 20 = 3.0.
     assert 2.0 < note["loss"] < 3.2
 
 
@@ -82,7 +82,7 @@ def test_the_command_line_ends_with_the_path_and_makes_the_same_weights(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     folder, _ = made
-    # What a killed process may have left.
+    # A folder that a killed process may have left.
     leftover = tmp_path / "warm_start" / f"{folder.name}.partial"
     leftover.mkdir(parents=True)
     (leftover / "junk").write_text("")
@@ -116,7 +116,7 @@ def test_the_word_task_has_a_trained_tokenizer(cache: Path) -> None:
     assert tokenizer.decode(ids) == text
     assert max(ids) < model.config.vocab_size == len(tokenizer) == 369
     note = json.loads((folder / "warm_start.json").read_text())
-    # Three small steps hardly move it from guessing among 369 tokens: ln 369 = 5.9.
+    # After three small steps the loss is near that of uniform guessing among 369 tokens: ln 369 = 5.9.
     assert note["steps"] == 3
     assert 4.0 < note["loss"] < 6.2
 
@@ -236,7 +236,7 @@ def test_the_word_warm_start_calculates_correctly_and_seldom_uses_the_required_f
     sampled = sum(task.score(*pair) for pair in pairs) / 512
     print(f"seed {seed}: sampled {sampled:.3f}, marks {marks:.2f}, reasons {reasons:.2f}, in form {in_form:.2f}")
     assert 0.2 < sampled < 0.45
-    # About as often as the demonstrations do: 0.6, 0.5 and their product.
+    # About the shares in the demonstrations: 0.6, 0.5 and their product.
     assert 0.5 < marks < 0.7
     assert 0.35 < reasons < 0.65
     assert right_in_form > 0.8 * in_form > 0.15

@@ -76,7 +76,8 @@ class Steps:
 
 
 def test_filtered_prompts_are_replaced_until_the_step_is_full() -> None:
-    # Asked for 3: prompt 1 stays. For 2: 3 stays. For 1: 5 is wrong. For 1: 6 stays. Prompt 7 is left.
+    # Round 1 needs 3 prompts: prompt 1 passes. Round 2 needs 2: prompt 3 passes. Round 3 needs 1: prompt 5 fails. Round
+    # 4 needs 1: prompt 6 passes. Prompt 7 is unused.
     steps = Steps(teaches=lambda i: i in (1, 3, 6, 7))
     batch = steps.batch(3)
     assert batch is not None
@@ -88,13 +89,14 @@ def test_filtered_prompts_are_replaced_until_the_step_is_full() -> None:
 
 
 def test_responses_without_a_reward_do_not_count_for_the_filter() -> None:
-    # Of three responses the first is right, the second wrong, and the third of prompt 0 has no reward: its 0 is none.
+    # The first of three responses is correct, the second is wrong. The third of prompt 0 has no reward, so its score of
+    # 0 does not count.
     steps = Steps(teaches=lambda _: True, responses=3, bounds=(0.4, 1.0))
     steps.failing = {0}
     # Prompt 0: 1 of 2 is 0.5. All others: 1 of 3.
     assert steps.fill(1, 1) == [0, 0]
     assert steps.fill(2, 1) is None
-    # Of two responses one is left, which differs from no other.
+    # One of two responses remains, which differs from no other.
     steps = Steps(teaches=lambda _: True, bounds=(None, None))
     steps.failing = {0, 1}
     assert steps.fill(1, 1) == [2, 2]
@@ -113,7 +115,7 @@ def test_prompts_that_passed_are_returned_when_the_data_ends() -> None:
 
 
 def test_a_slow_step_prints_its_progress() -> None:
-    # One prompt in twelve passes, and each round asks for the one that is missing.
+    # One of twelve prompts passes, and each round requests the one that is missing.
     steps = Steps(24, teaches=lambda i: i % 12 == 11)
     assert steps.fill(7, 1) == [11, 11]
     (line,) = steps.said
@@ -142,7 +144,7 @@ patterns = st.lists(st.booleans(), min_size=1, max_size=60)
 @given(patterns, st.integers(1, 20), st.integers(2, 4))
 @settings(max_examples=100, deadline=None)
 def test_every_accepted_group_is_returned_once_and_in_order(teaches: list[bool], count: int, responses: int) -> None:
-    # One prompt after the other, until there are enough.
+    # Prompts are tried one at a time until there are enough.
     slow: list[int] = []
     seen = 0
     while len(slow) < count and seen < len(teaches):
@@ -150,7 +152,7 @@ def test_every_accepted_group_is_returned_once_and_in_order(teaches: list[bool],
             slow.append(seen)
         seen += 1
     steps = Steps(len(teaches), teaches=lambda i: teaches[i], responses=responses)
-    kept = steps.fill(2, count)  # in the first step it is an error that there is none
+    kept = steps.fill(2, count)  # in the first step, no passing prompt is an error
     assert kept == ([i for i in slow for _ in range(responses)] or None)
     assert steps.counts == (seen, len(steps.asked))
     assert steps.prompts.taken == sum(steps.asked) == seen
@@ -161,7 +163,7 @@ def test_every_accepted_group_is_returned_once_and_in_order(teaches: list[bool],
 
 def test_the_last_step_takes_the_remaining_prompts_and_prints_it() -> None:
     steps = Steps()
-    # 0, 1 and 2 are tried for three prompts, then 3 and 4 for two, then 5 for one.
+    # Prompts 0, 1 and 2 are tried for three places, then 3 and 4 for two, then 5 for one.
     assert steps.fill(1, 3) == [1, 1, 3, 3, 5, 5]
     assert not steps.filter.ended
     assert steps.filter.metrics["rollout/filter_prompts_seen"] == 6
@@ -176,7 +178,7 @@ def test_without_bounds_every_prompt_with_different_scores_passes() -> None:
     steps = Steps(bounds=(None, None))
     response = steps.response
     steps.response = lambda count: (batch := response(count)).with_sequences(score=batch["score"] * 6 - 5)
-    # Scores of 1 and -5, whose mean is no share of right responses.
+    # Scores of 1 and -5, whose mean is not a share of correct responses.
     assert steps.fill(1, 3) == [1, 1, 3, 3, 5, 5]
     assert steps.fill(2, 3) == [7, 7]
     (line,) = steps.said

@@ -57,7 +57,8 @@ def test_decoding_in_bfloat16_is_no_further_from_exact_attention_than_torchs() -
 def test_decoding_with_two_products_samples_the_same_tokens_as_torch_attention(
     untied_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampling = SamplingConfig(max_new_tokens=40, seed=3)  # more than the first capacity, and rows leave
+    # more positions than the first allocation, and finished rows leave
+    sampling = SamplingConfig(max_new_tokens=40, seed=3)
     rows = [[2, 9, 4], [5], [7, 8, 6, 2, 3]] * 4
     prompts = Batch.from_rows({"tokens": rows}, {"prompt_id": [0, 1, 2] * 4, "sample_id": list(range(12))})
     calls: list[int] = []

@@ -27,10 +27,10 @@ def test_a_preallocated_cache_has_the_same_contents_as_that_of_transformers(tied
             cache.batch_select_indices(torch.tensor(rows))
 
     append(3, 4)
-    select(0, 0, 1, 2, 2)  # the samples of three prompts
+    select(0, 0, 1, 2, 2)  # the samples of three prompts, with more positions than the first and second allocation
     for _ in range(40):  # more than the first room and the second
         append(5, 1)
-    select(0, 4, 2, 3)  # row 1 is finished, and the last one takes its place
+    select(0, 4, 2, 3)  # row 1 is finished, and the last row replaces it
     append(4, 1)
     select(2, 1, 0)  # any order
     for _ in range(40):

@@ -52,7 +52,7 @@ class Clock:
 
 def view_of(roles: dict[str, int], clock: Clock) -> RunView:
     view = RunView("grpo  runs/a", roles, time.time(), clock)
-    view._began = clock()  # however long this process stood still meanwhile
+    view._began = clock()  # independent of pauses of this process
     view.take(JobEvent("start", 0.0))
     return view
 
@@ -97,7 +97,7 @@ def test_a_frame_shows_progress_curves_roles_and_a_response() -> None:
         "1+1=",
         "2↵or 3",
     ]
-    # What says least goes first where there is no room for all.
+    # The least important lines are omitted first if the terminal is too small.
     assert shown(view, 79, 6) == [*shown(view)[:4], *shown(view)[5:7]]
     assert shown(view, 79, 1) == shown(view)[1:2]
 
@@ -157,11 +157,11 @@ def test_the_remaining_time_follows_recent_steps_and_resets_after_a_restart() ->
     view = view_of({"TRAINER": 1}, clock)
     view.take(step(1, 100))
     assert "left" not in shown(view)[1]
-    clock.now += 1000  # a slow one, which is forgotten 20 steps later
+    clock.now += 1000  # a slow step, which no longer counts 20 steps later
     for number in range(2, 23):
         view.take(step(number, 100))
         clock.now += 10
-    assert "about 12 min 50 s left" in shown(view)[1]  # 78 steps of 10 s, of which 10 s have gone
+    assert "about 12 min 50 s left" in shown(view)[1]  # 78 steps of 10 s remain, of which 10 s have passed
     view.take(step(5, 100))
     assert "left" not in shown(view)[1]
     view.take(JobEvent("end", 0.0, "", "failed: no numbers"))
@@ -192,7 +192,7 @@ def test_curves_show_the_reward_or_the_loss_and_an_evaluation(names: list[str], 
 def test_a_sparkline_shows_means_of_equal_numbers_of_values_without_nan() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 4, 4, 8, 8], 3) == "▁▅█"
-    assert sparkline([8, 0, 0, 4, 4], 3) == "█▁▅"  # the first is of one value only
+    assert sparkline([8, 0, 0, 4, 4], 3) == "█▁▅"  # the first point is of a single value
     assert sparkline([2, float("nan"), 2, float("inf")], 5) == "▄▄"
     assert sparkline([], 5) == sparkline([1.0], 0) == ""
 
@@ -269,7 +269,7 @@ def test_lines_scroll_above_the_frame_and_a_narrower_window_leaves_no_parts_behi
     drawn.info("two")
     text = read_on(person, text, until_text="two")
     resize(program, 40, 24)
-    # The line of 60 cells stands there as two now.
+    # The line of 60 cells now occupies two lines.
     assert "\x1b[3A\r" in read_on(person, until_text="39 23")
     drawn.close()
     os.close(program)
@@ -280,7 +280,7 @@ def test_a_blocked_terminal_does_not_block_the_caller(glass: tuple[int, int], mo
     monkeypatch.setattr(screen, "_LAST_FRAME_WITHIN_S", 0.1)
     drawn = Screen(os.dup(glass[1]), lambda *_: [Text("frame")], "utf-8")
     for _ in range(2000):
-        drawn.info("x" * 70)  # more than a terminal's buffer holds
+        drawn.info("x" * 70)  # more than the buffer of a terminal
     drawn.close()
     os.close(glass[1])
 
@@ -296,7 +296,7 @@ def test_a_failing_view_is_switched_off_and_lines_are_still_printed(
     drawn.close()
     os.close(glass[1])
     assert "still here" in read_on(glass[0])
-    # Of another test's screen, whose terminal has gone, a word may come as late as now.
+    # A late message from the screen of another test, whose terminal is closed, may appear.
     failures = [record for record in caplog.records if record.exc_info and record.exc_info[0] is RuntimeError]
     assert len(failures) == 1
 

@@ -50,7 +50,7 @@ def plain(runs: Runs, tied_model: Path) -> Plain:
         parameter.data.copy_(first[name])
     optimizer = torch.optim.AdamW(named.values(), betas=cases.BETAS, eps=cases.EPS, weight_decay=cases.WEIGHT_DECAY)
     losses = []
-    # 4 steps in all, linear decay without warm-up
+    # 4 steps in total, linear decay without warm-up
     for share, batch in zip((1.0, 0.75, 0.5), cases.minibatches(), strict=True):
         loss = -token_logprobs(model, batch).logprob_N[batch["loss_mask"]].mean()
         optimizer.zero_grad()
@@ -84,7 +84,7 @@ def test_only_adapters_change_and_initial_outputs_equal_the_model(
     runs: Runs, tied_model: Path, world_size: int, case: str
 ) -> None:
     record = runs.lora(world_size)[0][case]
-    # 2 layers of 7 linear ones each, with an A and a B; B is 0 at first.
+    # 2 layers with 7 linear layers each, with an A and a B. B is initially 0.
     assert len(record["first"]) == 2 * 7 * 2
     assert all((".lora_A." in name) == bool(tensor.any()) for name, tensor in record["first"].items())
     assert all(not torch.equal(record["last"][name], tensor) for name, tensor in record["first"].items())
@@ -93,7 +93,7 @@ def test_only_adapters_change_and_initial_outputs_equal_the_model(
     model = {name: parameter.detach().to(dtype) for name, parameter in load_policy(tied_model).named_parameters()}
     assert same_bits(record["start"], model)
     for name, tensor in runs.lora(1)[0]["zero-0"]["first"].items():
-        # DeepSpeed makes its master weights from what it has rounded: 9 bits below 0.125.
+        # DeepSpeed creates its master weights from rounded ones: 9 bits below 0.125.
         torch.testing.assert_close(record["first"][name], tensor, atol=3e-4 if case == "bf16-1" else 0.0, rtol=0)
 
 
@@ -105,7 +105,7 @@ def test_the_export_is_the_merged_model_of_peft(runs: Runs, tied_model: Path, wo
     assert same_bits(load_file(folder / "model.safetensors"), record["weights"])
     peft: Any = PeftModel.from_pretrained(load_policy(tied_model), folder / "adapter")
     merged = dict(peft.merge_and_unload().named_parameters())
-    # Rounded once here, and before and after adding in peft's: 4 bits of bfloat16 below 1.
+    # Rounded once here. peft rounds before and after the addition: 4 bits of bfloat16 below 1.
     tolerance = 0.01 if "bf16" in case else 1e-6
     for name, tensor in record["weights"].items():
         torch.testing.assert_close(tensor.float(), merged[name].detach(), atol=tolerance, rtol=0)
@@ -157,7 +157,7 @@ def test_resumed_training_of_adapters_is_bit_equal(runs: Runs, world_size: int, 
     saved = {}
     for file in (runs.states(world_size) / case).glob("rank_*.safetensors"):
         saved |= load_file(file)
-    # Adapters with their two moments, and nothing of what is beneath them.
+    # The state has adapters with their two moments, and nothing of the frozen weights.
     assert len(saved) == 2 * 7 * 2 * 3
     assert all(".lora_" in name for name in saved)
 

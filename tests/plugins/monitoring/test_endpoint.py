@@ -66,7 +66,7 @@ def test_the_state_has_step_metrics_phase_and_roles() -> None:
     actor = state["roles"]["ACTOR"]
     rollout = state["roles"]["ROLLOUT"]
     assert (actor["workers"], [(call["rank"], call["method"]) for call in actor["calls"]]) == (2, [(1, "update")])
-    # The call of the lost process has ended with it.
+    # The call of the lost process ended with it.
     assert (rollout["lost"], rollout["calls"]) == (1, [])
     assert state["roles"]["TRAINER"]["calls"] == []
     assert state["memory_bytes"] == {"ACTOR": 123, "DRIVER": 7}
@@ -120,7 +120,7 @@ def test_idle_connections_take_at_most_eight_threads(endpoint: MetricsEndpoint) 
     before = threading.active_count()
     port = int(endpoint.url.rpartition(":")[2])
     idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(20)]
-    for connection in idle[8:]:  # closed at once
+    for connection in idle[8:]:  # closed immediately
         assert connection.recv(1) == b""
     assert threading.active_count() <= before + 8
     for connection in idle:

@@ -1,4 +1,4 @@
-"""OpenRLHF's names of train_sft, train_rm and train_dpo where they take more than another name."""
+"""OpenRLHF's flags of train_sft, train_rm and train_dpo that do more than rename an option."""
 
 import re
 from typing import Any

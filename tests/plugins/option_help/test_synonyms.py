@@ -227,7 +227,7 @@ COMMON = {
     "entity": "log.wandb_org",
     "num_generation": "samples_per_prompt",
     "lora": "train.lora_rank",
-    # As they were called here before.
+    # Former names of options.
     "train.max_norm": "train.max_grad_norm",
     "data.passes": "data.epochs",
     "data.max_rows": "data.max_samples",
@@ -297,7 +297,7 @@ def test_the_synonym_cases_cover_more_than_150_names() -> None:
 def test_the_error_for_an_option_name_of_another_system_gives_the_name_here(name: str, right: str) -> None:
     message = fault(GRPOConfig, name)
     assert message.startswith(f"unknown option {name!r}")
-    # The first option that is named, where others are explained beside it.
+    # The first option in the message, if others are explained after it.
     assert right in message.partition(name)[2], message
 
 
@@ -327,7 +327,7 @@ def says_whose(text: str, *facts: str) -> bool:
 
 
 def test_suggested_options_come_with_their_description() -> None:
-    # The unit of warmup_steps is another one than that of the option which is meant.
+    # warmup_steps has another unit than the intended option.
     assert "share of the run's optimizer steps" in fault(GRPOConfig, "warmup_steps")
 
 

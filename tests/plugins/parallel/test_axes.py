@@ -1,4 +1,4 @@
-"""Training on meshes of ranks equals training by one process: losses, norms, weights, log-probabilities."""
+"""Training on meshes of ranks equals training by one process in losses, norms, weights and log-probabilities."""
 
 import re
 from collections.abc import Callable
@@ -27,7 +27,7 @@ RANKS = {
     "llama-tensor-3": (2, 4),
     "qwen2-both": (4,),
 }
-"""On how many each runs."""
+"""Case -> number of ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_activations_of_a_long_sequence_are_divided_over_ranks(models: Path, ran
 
 
 def _planned(models: Path, tensor: int) -> float:
-    """Which share of the activations the plan expects of a rank."""
+    """Share of the activations that the plan expects on a rank."""
     size = model_size(str(models / "long"))
     config = TrainConfig(engine="fsdp", zero_stage=3, packing=True)
     passes = [

@@ -1,4 +1,4 @@
-"""Training a mixture on ranks that share its experts equals training by one process."""
+"""Training a mixture with expert parallelism equals training by one process."""
 
 import re
 from pathlib import Path
@@ -37,7 +37,7 @@ def recorded(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Records:
 
 
 def without_loads(metrics: dict[str, float]) -> dict[str, float]:
-    """Leave out the summaries of routers, which each rank computes of its own micro-batches, whatever their sizes."""
+    """Remove the router metrics, which each rank computes from its own micro-batches."""
     names = ("router_load_max", "router_load_min", "router_imbalance", "router_imbalance_max")
     return {name: value for name, value in metrics.items() if name not in names}
 
@@ -77,7 +77,7 @@ def test_memory_of_expert_parallel_ranks_matches_the_plan(folder: Path, recorded
     assert size is not None
     held = [record["memory"] for record in recorded["pair"]]
     fallen = size.expert_parameters * 4 // 2
-    # What is whole in a step is what a pass gathers; a plan has gradients beside it, of one layer twice.
+    # The tensors gathered in a step are those of a pass. The plan adds gradients, those of one layer twice.
     planned = [training(size, config(expert), 2, tokens=100).passes or 0 for expert in (1, 2)]
     assert planned[0] - planned[1] == pytest.approx(fallen + 8 * size.expert_parameters // 3 // 2, rel=0.1)
     for rank in held:
@@ -97,7 +97,7 @@ def test_a_state_moves_between_expert_parallelism_and_one_process(recorded: Reco
         assert record.keys() == pair["saved"].keys()
         assert all(torch.equal(record[name], pair["saved"][name]) for name in record)
     assert all(torch.equal(weight, pair["saved"][name]) for name, weight in alone["exported"].items())
-    # The moments arrived too, or the next step would be another.
+    # The moments were restored too. Otherwise the next step would differ.
     for record in (alone["next"], four["next"]):
         assert record == pytest.approx(pair["next"], rel=1e-5, abs=1e-6)
 

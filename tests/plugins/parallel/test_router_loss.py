@@ -33,13 +33,13 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 32,
 }
 LINEAR = ("router_aux_loss", "router_logsumexp", "expert_load_", "grad_norm")
-"""Metrics that do not depend on how a step is cut into micro-batches."""
+"""Metrics that do not depend on the split of a step into micro-batches."""
 ROWS = [[3, 4, 5, 6, 7], [8, 9], [10, 11, 12]]
 
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with four experts in each of two layers, of which a token is sent to two."""
+    """A model with two layers of four experts, two of them per token."""
     folder = tmp_path_factory.mktemp("experts")
     torch.manual_seed(0)
     config = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, dtype="float32")
@@ -64,7 +64,7 @@ def whole(layers: Sequence[torch.Tensor], counted_R: torch.Tensor, top_k: int) -
 
 
 def test_the_router_loss_equals_a_calculation_by_hand() -> None:
-    # Two tokens, three experts, one chosen each: the first and the second. Probabilities .5 .25 .25 and .25 .5 .25.
+    # Two tokens and three experts, one per token: the first and the second. Probabilities .5 .25 .25 and .25 .5 .25.
     logits_RE = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).log()
     # Shares of assignments .5 .5 0, mean probabilities .375 .375 .25: 3 * (.1875 + .1875).
     assert whole([logits_RE], torch.ones(2), 1) == pytest.approx(1.125)
@@ -73,11 +73,11 @@ def test_the_router_loss_equals_a_calculation_by_hand() -> None:
 
 
 def test_router_losses_of_micro_batches_sum_to_that_of_the_step() -> None:
-    # The same two tokens, of which each is a micro-batch. Alone, each would have the loss 1.5.
+    # The same two tokens as two micro-batches. Each one alone would have a loss of 1.5.
     logits_RE = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.5, 0.25]]).log()
     micros = [routed_sums([row_1E], torch.ones(1), 1) for row_1E in logits_RE.split(1)]
     step = routed_sums([logits_RE], torch.ones(2), 1)
-    # Shares of the step .5 .5 0, and half of each token's probabilities: 3 * (.5 * .25 + .5 * .125).
+    # Assignment shares of the step .5 .5 0, and half of each token's probabilities: 3 * (.5 * .25 + .5 * .125).
     assert [float(load_balancing_loss(each, step)) for each in micros] == pytest.approx([0.5625, 0.5625])
 
 
@@ -101,7 +101,7 @@ def balance_of(model: torch.nn.Module, batch: Batch, compute: Callable[..., obje
         return LossOutput(torch.zeros(()))
 
     totals, plans = Totals(1, 1, 1), [[torch.arange(len(batch))]]
-    # The engine is not used if the step is not split.
+    # The engine is not used if the step has one micro-batch.
     engine: Any = None
     return RouterLoss(model).added_to(nothing, batch, plans, engine)(model, batch, totals).loss
 
@@ -110,7 +110,7 @@ def balance_of(model: torch.nn.Module, batch: Batch, compute: Callable[..., obje
 def test_padding_does_not_count_in_the_router_loss(experts: Path, packed: bool) -> None:
     model = load_policy(experts, packing=packed)
     batch = Batch.from_rows({"tokens": ROWS})
-    # Nothing is predicted from a sequence's last token, which is not counted in either layout.
+    # The last token of a sequence predicts nothing and is not counted in either layout.
     read = [row[:-1] for row in ROWS]
     assert float(balance_of(model, batch, token_logprobs).detach()) == pytest.approx(expected(experts, read), rel=1e-5)
 
@@ -126,12 +126,12 @@ def test_a_gradient_step_balances_the_routers_of_a_value_model(experts: Path) ->
             if "gate.weight" in name:
                 assert weight.grad is not None
                 weight.sub_(0.1 * weight.grad)
-    # The same tokens go to the same experts after so small a step, whose probabilities are lower.
+    # After a small step the same tokens are assigned to the same experts, with lower probabilities.
     assert balance_of(model, batch, state_values) < loss
 
 
 def test_micro_batches_are_weighted_by_their_routed_rows() -> None:
-    # 4, 1 and 2 tokens predict another one.
+    # 4, 1 and 2 tokens have a successor.
     minibatch = Batch.from_rows({"tokens": ROWS})
     assert row_share(minibatch, minibatch) == 1
     assert row_share(minibatch.select(torch.tensor([0])), minibatch) == pytest.approx(4 / 7)
@@ -142,10 +142,10 @@ def test_micro_batches_are_weighted_by_their_routed_rows() -> None:
 
 
 def test_router_metrics_equal_a_calculation_by_hand() -> None:
-    # Four tokens, four experts, one chosen each: expert 0 three times, expert 1 once. The last token is padding.
+    # Four tokens and four experts, one per token: expert 0 three times, expert 1 once. The last token is padding.
     logits_RE = torch.tensor([[2.0, 0, 0, 0], [2.0, 0, 0, 0], [2.0, 0, 0, 0], [0, 2.0, 0, 0], [0, 0, 2.0, 0]])
     metrics = router_metrics(routed_sums([logits_RE], torch.tensor([1.0, 1, 1, 1, 0]), 1), 1)
-    # Shares .75 .25 0 0, relative to .25; of 1 to 4 the busiest has (3 - 1) / (4 - 1).
+    # Shares .75 .25 0 0, relative to .25. With the range 1 to 4, the load of the busiest is (3 - 1) / (4 - 1).
     assert {name: float(x) for name, x in metrics.items()} == pytest.approx(
         {
             "router_load_max": 3.0,
@@ -159,11 +159,11 @@ def test_router_metrics_equal_a_calculation_by_hand() -> None:
             "expert_load_3": 0.0,
         }
     )
-    # In the first of two layers both experts of a token are the same for all: collapsed.
+    # In the first of two layers all tokens use the same two experts: collapsed.
     layers = [torch.tensor([[3.0, 2, 0, 0]] * 4), torch.tensor([[3.0, 2, 0, 0], [0, 0, 3.0, 2]] * 2)]
     metrics = router_metrics(routed_sums(layers, torch.ones(4), 2), 2)
     assert (float(metrics["router_imbalance"]), float(metrics["router_imbalance_max"])) == (0.5, 1.0)
-    # Each token has all experts.
+    # Each token uses all experts.
     sums = routed_sums([torch.rand(5, 2)], torch.ones(5), 2)
     assert float(router_metrics(sums, 2)["router_imbalance"]) == pytest.approx(0)
 
@@ -173,7 +173,7 @@ def test_loss_and_loads_are_equal_packed_padded_split_and_with_sequences_that_ar
     experts: Path, coefficient: float
 ) -> None:
     rows = [[3 + (7 * i + t * t) % 17 for t in range(3 + i % 5)] for i in range(8)]
-    # Without a loss per micro-batch, the gradient of a step without loss is that of the router loss.
+    # With a loss of 0 for each micro-batch, the gradient is that of the router loss.
     passes = []
 
     def loss(model: torch.nn.Module, micro: Batch, totals: Totals) -> LossOutput:
@@ -187,7 +187,7 @@ def test_loss_and_loads_are_equal_packed_padded_split_and_with_sequences_that_ar
         mask = [[i % every == 0] * len(row) for i, row in enumerate(rows)]
         passes.clear()
         metrics = engine.train_step(Batch.from_rows({"tokens": rows, "loss_mask": mask}), loss)
-        # A split step with a coefficient counts the tokens of each expert first.
+        # A split step with a coefficient first counts the tokens of each expert.
         assert (len(passes) > 2) == (max_tokens == 12)
         results.append({name: x for name, x in metrics.items() if name.startswith(LINEAR)})
     assert len(results[0]) == (7 if coefficient else 6)

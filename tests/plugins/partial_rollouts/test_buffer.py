@@ -1,6 +1,7 @@
-"""Prompts in generation on several engines. A test sets the number of rounds after which an engine finishes a prompt.
+"""Prompts in generation on several engines.
 
-A prompt is one token, its own id. A response is that token, and the version of the weights that began it.
+A test sets the number of rounds after which an engine finishes a prompt. A prompt is one token, its own id. A response
+consists of that token and the weight version at its beginning.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,9 +31,9 @@ class Engines:
     taken: int = 0
     said: list[str] = field(default_factory=list)
     begun: list[tuple[int, int, int]] = field(default_factory=list)
-    """Engine, prompt and step, in the order in which they were begun."""
+    """Engine, prompt and step, in order of their start."""
     playing: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
-    """Engine -> prompt_id -> remaining rounds, and the version of the weights at the beginning."""
+    """Engine -> prompt_id -> remaining rounds, and the weight version at the beginning."""
     stop: bool = False
 
     def take(self, count: int) -> Batch:
@@ -105,7 +106,7 @@ def test_a_slow_group_is_in_the_next_batch_and_counted_as_carried() -> None:
     assert ids(groups.fill(6, 2, 6)) == [1, 2]
     assert (groups.metrics["rollout/carried_groups"], len(groups)) == (0, 1)
     engines.version = 6
-    # Prompt 0 has two rounds of four behind it, and is 2 versions behind in the next batch.
+    # Prompt 0 has finished two of four rounds, and its version is 2 behind in the next batch.
     assert ids(groups.fill(7, 2, 4)) == [3, 4]
     assert ids(groups.fill(8, 2, 2)) == [0, 5]
     assert groups.metrics["rollout/carried_groups"] == 1
@@ -125,7 +126,7 @@ def test_groups_are_ordered_by_time_of_completion_and_then_by_age() -> None:
     engines = Engines(rounds={0: 2, 1: 2})
     groups = engines.groups(in_flight=5, most_stale=3)
     assert ids(groups.fill(1, 2, 9)) == [2, 3]
-    # Prompt 4 has waited since; 0, 1, 5 and 6 finish together.
+    # Prompt 4 has waited longest. 0, 1, 5 and 6 finish in the same round.
     assert ids(groups.fill(2, 2, 7)) == [0, 4]
 
 
@@ -133,7 +134,7 @@ def test_a_batch_waits_for_a_group_that_would_be_too_old_for_the_next_one() -> N
     engines = Engines(rounds={0: 5})
     groups = engines.groups(in_flight=3, most_stale=1)
     assert ids(groups.fill(1, 2, 6)) == [1, 2]
-    # Begun at version 0, in the batch of step 2 it is 1 behind, and in that of step 3 it would be 2.
+    # Started with version 0, it is 1 version behind in the batch of step 2, and would be 2 behind in step 3.
     engines.version = 1
     assert ids(groups.fill(2, 2, 4)) == [0, 3]
     assert ids(groups.fill(3, 2, 2)) == [4, 5]
@@ -180,7 +181,8 @@ def test_a_state_has_the_running_prompts_and_the_complete_responses() -> None:
     resumed = later.groups(in_flight=4, most_stale=1)
     resumed.load_state_dict(state)
     assert len(resumed) == 2
-    # 3 is due, as it was begun at version 0; 0 is begun again, at version 1 and with the random numbers of step 1.
+    # Prompt 3 is due, because it started with version 0. Prompt 0 starts again, with version 1 and the random numbers
+    # of step 1.
     batch = resumed.fill(2, 2, 6)
     assert batch is not None
     assert (ids(batch), batch["weight_version"].tolist()) == ([0, 3], [1, 1, 0, 0])
@@ -247,7 +249,7 @@ def test_each_prompt_is_trained_on_once_within_the_staleness_limit_despite_failu
 
 @dataclass
 class Taken:
-    """Position in the prompts of some engines, as state of a run."""
+    """Position in the prompts of some engines, as part of the state of a run."""
 
     engines: Engines
 

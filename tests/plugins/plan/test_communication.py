@@ -10,9 +10,9 @@ from components.train.config import TrainConfig
 from plugins.plan.communication import sent_bytes
 from plugins.plan.memory import MemoryEstimate, learning, together
 
-# Two layers of 460 parameters, an embedding of 80; query heads of 4 numbers, of which two share a key head.
+# Two layers of 460 parameters and an embedding of 80. Heads have dimension 4, and two query heads share a key head.
 DENSE = ModelSize(parameters=1000, layers=2, hidden=8, heads=4, queries=16, keys=8, intermediate=10, vocabulary=10)
-# The same with 4 experts of 3 x 8 x 5 in each layer, of which a token has 2.
+# The same with 4 experts of 3 x 8 x 5 parameters in each layer, 2 of them per token.
 MIXTURE = replace(DENSE, parameters=1960, experts=4, experts_per_token=2, mixtures=2)
 
 
@@ -22,10 +22,11 @@ def sent(size: ModelSize, ranks: int, tokens: int = 0, passes: int = 1, **settin
 
 
 def test_partitioned_parameters_are_gathered_for_each_pass_and_gradients_reduced() -> None:
-    # Layers twice, the embedding once, gradients once, all in float32, of which another rank has a half.
+    # Two gathers of the layers, one of the embedding, one reduction of the gradients, all in float32. Half of them is
+    # on the other rank.
     assert sent(DENSE, 2, passes=3) == {"data": 3 * 4 * (2 * 460 + 40 + 500)}
     assert sent(DENSE, 2, passes=3, precision="bf16") == {"data": 3 * (2 * (2 * 460 + 40) + 4 * 500)}
-    # Between the passes of a step nothing is let go of, and nothing reduced.
+    # Between the passes of a step nothing is resharded, and nothing reduced.
     assert sent(DENSE, 4, passes=3, zero_stage=2) == {"data": 4 * 750 + 4 * 750}
     assert sent(DENSE, 1, passes=3) == {}
 
@@ -39,10 +40,10 @@ def test_each_stage_of_deepspeed_gathers_and_reduces(stage: int, numbers: int) -
 
 
 def test_context_parallel_ranks_exchange_heads_in_both_directions() -> None:
-    # Queries, keys, values and output; the other rank's half of them, in two layers, forward and back.
+    # Queries, keys, values and outputs: half of them belongs to the other rank, in two layers, forward and backward.
     numbers = 2 * 2 * (16 + 8 + 8 + 16) // 2
     assert sent(DENSE, 2, tokens=100, context=2)["context"] == 100 * numbers * 4
-    # Each of 4 ranks needs a key head, of which there are two: each is sent twice. And once more to recompute.
+    # Each of 4 ranks needs a key head, and there are two, so each is sent twice. Recomputation sends them once more.
     numbers = 3 * 2 * (16 + 16 + 16 + 16) * 3 // 4
     sent_by_axis = sent(DENSE, 4, tokens=100, context=4, precision="bf16", gradient_checkpointing=True)
     assert sent_by_axis["context"] == 100 * numbers * 2
@@ -52,7 +53,7 @@ def test_tensor_parallel_ranks_reduce_states_and_gather_their_shards() -> None:
     sent_by_axis = sent(DENSE, 4, tokens=100, tensor=2)
     part = DENSE.cut(2)
     assert sent_by_axis["data"] == sent(part, 2)["data"]
-    # 8 numbers in an all-reduce of two, after attention and MLP; two layers, forward and back.
+    # 8 numbers in an all-reduce of two ranks after attention and MLP, in two layers, forward and backward.
     assert sent_by_axis["tensor"] == 100 * 2 * 2 * 2 * 8 * 4
 
 
@@ -60,16 +61,17 @@ def test_expert_parallel_ranks_exchange_states_and_gather_fewer_experts() -> Non
     alone = sent(MIXTURE, 4)
     shared = sent(MIXTURE, 4, tokens=100, expert=2)
     assert alone == {"data": 4 * (2 * 1880 + 80 + 1960) * 3 // 4}
-    # 960 numbers are experts': half of them on two ranks each, of which another has a half.
+    # 960 numbers belong to experts. Each half of them is on two ranks, which exchange half of it.
     other = (2 * 920 + 80 + 1000) * 3 // 4
     assert shared["data"] == 4 * (other + 3 * 480 // 2)
-    # A state of 8 numbers to 2 experts and back, half of them on the other rank; two layers, forward and back.
+    # A state of 8 numbers is sent to 2 experts and back, half of them on the other rank, in two layers, forward and
+    # backward.
     assert shared["expert"] == 100 * 4 * 2 * 2 * (2 * 2 * 8) // 2
 
 
 def test_a_plan_counts_tokens_and_passes_of_a_rank() -> None:
     config = TrainConfig(engine="fsdp", zero_stage=3, context=2, max_tokens=40)
-    # Of 8 sequences of 20 tokens a pair of ranks has 4, in two passes, and one of the pair a half of each.
+    # A pair of ranks has 4 of 8 sequences of 20 tokens, in two passes. Each rank of the pair has half of each sequence.
     assert learning(DENSE, config, 4, 20, 8).sends == sent(DENSE, 4, tokens=40, passes=2, context=2)
     assert learning(None, config, 4, 20, 8).sends == {}
     assert together(MemoryEstimate(sends={"data": 1}), MemoryEstimate(sends={"data": 2, "expert": 5})).sends == {

@@ -1,4 +1,4 @@
-"""Plans for other machines than this one: assumed machines, and the placement of roles on them."""
+"""Plans for other machines: assumed machines, and the placement of roles on them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_an_invalid_value_of_assume_devices_is_refused(written: str) -> None:
 def test_all_queries_of_the_machine_return_the_assumed_ones(eight_by_two: None) -> None:
     assert detect_devices() == 8
     assert Capacity.here(8) == Capacity(None, 80 * GB)
-    assert threads_each(2) == -2  # of their cores, whose number is not known
+    assert threads_each(2) == -2  # number of their cores, which is not known
     with assuming(Machines(0)):
         assert (detect_devices(), Capacity.here(0)) == (0, Capacity())
     assert detect_devices() == 8
@@ -96,7 +96,7 @@ def test_after_the_plan_queries_return_this_machine_again() -> None:
 
 def test_a_spread_role_has_one_part_per_node() -> None:
     job = spread(("actor", 2, 4, 1), ("critic", 1, 4, 1))
-    # Of the actor's eight ranks four are on each node, and the critic's on the first that has room.
+    # Four of the actor's eight ranks are on each node. The critic's ranks are on the first node with room.
     assert nodes_of(job) == [0, 1, 0]
     assert node_lines(job, nodes_of(job)) == [
         "node 1: actor 0-3, critic 0-3; 8 of 8 GPUs",
@@ -113,7 +113,7 @@ def test_roles_that_share_gpus_are_on_the_same_node_rank_by_rank() -> None:
 
 
 def test_large_roles_are_placed_before_small_ones() -> None:
-    # In this order the ranks of the first would take a device of each node.
+    # In this order, the ranks of the first role would take a device of each node.
     job = spread(("actor", 1, 4, 1), ("critic", 1, 8, 1), ("reward", 1, 4, 1))
     assert nodes_of(job) == [1, 0, 1]
 
@@ -132,8 +132,8 @@ def test_memory_is_summed_per_node_and_equal_nodes_are_grouped(
     _, plan, output = plan_of(capsys, "grpo", "--assume_devices=2x4x80GB", *options)
     most = {place["place"]: place["most"] for place in plan["places"]}
     assert list(most) == ["a GPU of ACTOR + ROLLOUT", "node 1", "each of nodes 2-4"]
-    # Two ranks and two engines; the first node has trainer and driver too, and the 396,928 weights in float32 that rank
-    # 0 hands on. While they start, ranks read them in float32 on their way to the GPU, and engines in bfloat16.
+    # The trainer and the driver are on the first node, with two ranks and two engines. Rank 0 passes on 396,928 weights
+    # in float32. During the start, ranks read weights in float32 on their way to the GPU, and engines in bfloat16.
     reading = 2 * (4 + 2) * 396_928
     assert most["each of nodes 2-4"] == 4 * 400_000_000 + reading
     assert most["node 1"] == 5 * 400_000_000 + 250_000_000 + 4 * 396_928 + reading
@@ -141,14 +141,14 @@ def test_memory_is_summed_per_node_and_equal_nodes_are_grouped(
 
 
 def test_each_node_has_a_verdict_on_its_memory_and_its_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    # Qwen2.5-72B: 16 ranks on two nodes, and two engines of 8 GPUs on the others.
+    # Qwen2.5-72B: 16 ranks on two nodes, and two engines of 8 GPUs on two other nodes.
     shape = {"hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
     shape |= {"intermediate_size": 29568, "vocab_size": 152064, "model_type": "qwen2", "tie_word_embeddings": False}
     path = folder_of(tmp_path / "large", shape)
     options = [f"model.path={path}", "data.path=task:sort", "placement.nodes=4", "placement.colocate=false"]
     options += ["placement.actor_nodes=2", "rollout.tensor_parallel=8", "train.engine=fsdp", "train.zero_stage=3"]
     output = {}
-    # 72.7 GB of states on a GPU, and about 52 GB of activations and gathered layers.
+    # 72.7 GB of states per GPU, and about 52 GB of activations and gathered layers.
     for gigabytes, verdict in ((80, "maybe too much"), (141, "fits")):
         machines = f"--assume_devices=8x4x{gigabytes}GBx1000GB"
         _, plan, output[gigabytes] = plan_of(capsys, "grpo", machines, *options)
@@ -160,7 +160,7 @@ def test_each_node_has_a_verdict_on_its_memory_and_its_gpus(capsys: pytest.Captu
     assert set(plan["verdicts"].values()) == {"not known"}
     assert "--assume_devices=8x4x80GB" in output[0]
     code, _, error = plan_of(capsys, "grpo", "--assume_devices=8x4x80GBx100GB", *options)
-    # Two versions of the weights on the first node are 291 GB, but they may be on disk.
+    # Two versions of the weights on the first node need 291 GB, but they may be on disk.
     assert (code, "node 1" in error, "maybe too much" in error) == (0, True, True)
     code, _, error = plan_of(capsys, "grpo", "--assume_devices=8x4x64GB", *options)
     assert (code, says_all(error, "ACTOR", "64 GB", "73 GB")) == (2, True)

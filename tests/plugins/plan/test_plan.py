@@ -71,7 +71,7 @@ def test_roles_on_one_gpu_add_fixed_memory_and_share_transient_memory() -> None:
     device, machine = plan_of({"ACTOR": learner(), "ROLLOUT": sampler}, device=80 * GB).fields()["places"]
     assert (device["place"], device["least"], device["most"]) == ("a GPU of ACTOR + ROLLOUT", 70 * GB, 75 * GB)
     assert machine["most"] == PROCESS_BYTES["driver"] + 5 * PROCESS_BYTES["process"]
-    # Where both sleep while the other works, the larger phase counts: 30 GB of generation, or of training 40 and 5.
+    # Roles that sleep in turn: the larger phase counts, which is 30 GB of generation, or 40 + 5 GB of training.
     engine = MemoryEstimate(weights=10 * GB, cache=20 * GB, base=0, sleeps=True, generates=True)
     device = plan_of({"ACTOR": learner(sleeps=True), "ROLLOUT": engine}, device=80 * GB).fields()["places"][0]
     assert (device["least"], device["most"]) == (40 * GB, 45 * GB)
@@ -81,12 +81,12 @@ def test_roles_on_one_gpu_add_fixed_memory_and_share_transient_memory() -> None:
 
 
 def options_in(error: pytest.ExceptionInfo[ValueError]) -> list[str]:
-    """Return the options that a message names, in their order."""
+    """Return the options that a message names, in order."""
     return re.findall(r"\b(?:train|rollout|placement)\.\w+(?:=\w+)?", str(error.value))
 
 
 def test_fixed_memory_that_cannot_fit_is_refused_with_options_to_set() -> None:
-    plan_of({"ACTOR": learner()}, device=40 * GB).check()  # the activations may be fewer
+    plan_of({"ACTOR": learner()}, device=40 * GB).check()  # activations may need less
     with pytest.raises(ValueError, match=says("ACTOR", "40 GB", "39 GB")) as error:
         plan_of({"ACTOR": learner()}, device=39 * GB).check()
     assert "2 x (weights 10 GB, gradients 10 GB, optimizer 20 GB)" in str(error.value)
@@ -96,7 +96,7 @@ def test_fixed_memory_that_cannot_fit_is_refused_with_options_to_set() -> None:
     with pytest.raises(ValueError, match=says("2 x (", "60 GB")) as error:
         plan.check()
     assert options_in(error) == ["train.adam_offload=false", "train.ema_beta=null"]
-    plan_of({"ACTOR": learner()}, device=None).check()  # nobody knows what there is
+    plan_of({"ACTOR": learner()}, device=None).check()  # the total is unknown
     assert "maybe too much" in text_of(plan_of({"ACTOR": learner()}, device=41 * GB))
     plan = plan_of({"A": learner(), "B": learner()}, device=None, collocated=False, kind="CPU")
     plan.run.config = replace(plan.run.config, placement=PlacementOptions(actor_ranks=2))
@@ -112,14 +112,15 @@ def test_fixed_memory_that_cannot_fit_is_refused_with_options_to_set() -> None:
 def test_a_gpu_share_smaller_than_an_engines_weights_is_refused() -> None:
     size = ModelSize(parameters=20 * GB)
     need = sampling(size, VLLMRolloutConfig(dtype="bfloat16", gpu_memory_utilization=0.45), 1, 1, 80 * GB, gpu=True)
-    # 0.45 x 80 = 36 GB for 20 x 2 GB of weights, 0.6 GB of context and 1 GB of CUDA graphs.
+    # 0.45 x 80 = 36 GB for 20 x 2 GB of weights, 0.6 GB of CUDA context and 1 GB of CUDA graphs.
     assert (need.cache, need.short) == (0, 5_600_000_000)
     plan = plan_of({"ACTOR": MemoryEstimate(), "ROLLOUT": need}, device=80 * GB)
     message = says("ROLLOUT", "36 GB", "42 GB")
     with pytest.raises(ValueError, match=message) as error:
         plan.check()
     assert options_in(error) == ["rollout.tensor_parallel", "rollout.gpu_memory"]
-    # A larger share does not help where the GPU is too small, nor do more devices an engine that trains on its own.
+    # A larger share does not help if the GPU is too small, and more devices do not help an engine without tensor
+    # parallelism.
     plan.run.capacity = Capacity(100 * GB, 40 * GB)
     with pytest.raises(ValueError, match=message) as error:
         plan.check()
@@ -169,7 +170,8 @@ def test_memory_of_different_gpus_is_known_only_for_unambiguous_names(
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     gpus(tmp_path, monkeypatch, 8192, 2048)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # in CUDA's order the fastest, in nvidia-smi's the first on the bus
+    # the fastest GPU in CUDA's order, the first on the bus in nvidia-smi's order
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert Capacity.here(1).device is None
     for name, value in (("CUDA_VISIBLE_DEVICES", "GPU-1a2b"), ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")):
         monkeypatch.setenv(name, value)
@@ -237,7 +239,7 @@ def test_a_model_too_large_for_any_machine_is_refused_before_the_start(
     main = import_module(f"recipes.{recipe}.main").main
     assert main([*arguments, f"run_dir={tmp_path}/run"]) == 2
     *table, error = capsys.readouterr().err.splitlines()
-    assert sum(f"{recipe}: memory" in line for line in table) == 1  # what the refusal is about
+    assert sum(f"{recipe}: memory" in line for line in table) == 1  # the subject of the refusal
     assert re.search(says(f"{recipe}: ", "machine", "512 GB"), error)
     assert ("gradients 282 GB" in error, "cache" in error) == (True, False)
     assert not (tmp_path / "run").exists()
@@ -256,7 +258,7 @@ def test_a_large_reference_model_gets_the_advice_to_be_sharded(
     """
     assert import_module("recipes.grpo.main").main(arguments.split()) == 0
     shown = capsys.readouterr()
-    # 141 GB of bfloat16 weights, and over 8 ranks 18 GB.
+    # 141 GB of bfloat16 weights, or 18 GB divided over 8 ranks.
     (need,) = [each for each in json.loads(shown.out)["memory"] if each["role"] == "REFERENCE"]
     assert need["weights"] / 1e9 == pytest.approx(141.1 if layout == "whole" else 17.6, abs=0.1)
     said = re.sub(r"\s*\ngrpo: +", " ", shown.err).partition("a GPU of REFERENCE")[2].partition("grpo:")[0]

@@ -36,15 +36,16 @@ def test_every_term_of_a_7b_model_on_eight_gpus_equals_the_sum_by_hand(script: d
     layer = (parameters - rest) // 28
     actor = layout.actor
     assert (actor.weights, actor.gradients, actor.optimizer) == (parameters // 2, parameters // 2, parameters)
-    # Of each layer its input, of one all that it keeps; what is gathered; a layer's gradient, twice; the head's.
+    # The input of each layer, all activations of one layer, gathered weights, a layer's gradient twice, and the head's
+    # gradient.
     kept = 28 * 16_384 * 3584 * 2 + 16_384 * 2 * (9 * 3584 + 2 * 3584 + 2 * 512 + 4 * 18_944)
     passes = kept * 5 // 4 + 2 * (rest + 2 * layer) + 6 * layer + 2 * 152_064 * 3584
     assert actor.passes == passes
-    # Contexts of three processes, NCCL of actor and reference, CUDA graphs.
+    # CUDA contexts of three processes, NCCL of actor and reference, CUDA graphs.
     contexts = 3 * 600_000_000 + 2 * 10**9 + 10**9
     reference = parameters // 4
     assert layout.peaks()["training"] == contexts + 2 * parameters + reference + passes
-    # Gradients have gone, and the engine has its weights again.
+    # Gradients are freed, and the engine has its weights again.
     sync = contexts + parameters // 2 + parameters + reference + 2 * parameters + 2 * 256 * 2**20
     assert layout.peaks()["weight sync"] == sync
 
@@ -53,17 +54,18 @@ def test_axes_of_a_large_mixture_equal_those_computed_by_hand(monkeypatch: pytes
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     script = runpy.run_path(str(ROOT / "scripts/parallel_table.py"))
     size = size_of(script["MODELS"]["Qwen3-235B-A22B"])
-    # As it was published; 94 layers of 128 experts of 3 x 4096 x 1536, of which a token has 8.
+    # According to its publication: 94 layers of 128 experts of 3 x 4096 x 1536, 8 per token.
     assert size is not None
     assert size.parameters == 235_093_634_560
     experts = 94 * 128 * 3 * 4096 * 1536
     rest = 2 * 151_936 * 4096
     config, need = script["choose"](size, 32, 4096)
     assert (config.context, config.expert, config.adam_offload) == (1, 8, True)
-    # A rank's 4 sequences are one pass. A state of 2 bytes a number to 8 experts and back, 7 of 8 of them elsewhere, in
-    # the forward pass, when that is computed again, and in the backward pass.
+    # A rank's 4 sequences are one pass. A state, 2 bytes per number, is sent to 8 experts and back, 7 of 8 of them on
+    # other ranks, in the forward pass, its recomputation, and the backward pass.
     assert need.sends["expert"] == 4 * 4096 * 2 * 3 * 94 * (2 * 8 * 4096 * 7 // 8)
-    # Of 32 ranks 4 have the same experts. Gathered twice in bfloat16, the rest once, gradients in float32.
+    # 4 of 32 ranks have the same experts. Their weights are gathered twice in bfloat16, the others once, and gradients
+    # are in float32.
     layers = (size.parameters - rest - experts) * 31 // 32
     own_experts = experts // 8 * 3 // 4
     assert need.sends["data"] == pytest.approx(

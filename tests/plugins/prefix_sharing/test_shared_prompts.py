@@ -49,27 +49,28 @@ def test_sequences_with_a_common_prefix_are_one_run() -> None:
 
 
 def test_with_one_follower_the_last_common_token_is_not_shared() -> None:
-    # After [2, 3, 4] all have a 5, and after that 5 they differ. Rows of Q have [9, 8, 7] and a 6 in common.
+    # After [2, 3, 4] all sequences have a 5, and then they differ. The sequences of Q share [9, 8, 7] and a 6.
     batch = batch_of([*P, 1, 1], [*Q, 1], [*P, 6], [0, 0], [*Q, 2], [*P, 7, 7, 7])
     assert runs_of(batch, 2, one_follower=True) == [Run([3], 0), Run([0, 2, 5], 3), Run([1, 4], 3)]
     assert runs_of(batch, 4, one_follower=True) == [Run([i], 0) for i in (3, 0, 2, 5, 1, 4)]
-    # What differs from its beginning on has nothing in common.
+    # Sequences that differ in their first token share nothing.
     assert runs_of(batch_of([1, 2], [3, 4]), 0, one_follower=True) == [Run([0, 1], 0)]
 
 
 def test_a_sequence_that_is_a_prefix_of_another_keeps_one_token() -> None:
-    # The same twice, and a third that continues: 4 tokens alike, of which the last is each one's own.
+    # The same sequence twice, and a third one that continues it: 4 tokens are equal, but each sequence keeps the last
+    # one.
     assert runs_of(batch_of(P, [*P, 1], P), 2) == [Run([0, 2, 1], 3)]
     assert runs_of(batch_of([5], [5]), 1) == [Run([0], 0), Run([1], 0)]
 
 
 def test_prompts_of_groups_are_preferred_to_a_shorter_system_prompt() -> None:
-    # All begin with [1, 1, 1]: as one run 3 x 5 are saved. Apart, 7 x 2 and 7 x 1 are: 21.
+    # All begin with [1, 1, 1]: one run saves 3 x 5 tokens. Separate runs save 7 x 2 and 7 x 1: 21.
     first = [[1, 1, 1, *P[:3], 10, i] for i in range(3)]
     second = [[1, 1, 1, *Q[:3], 10, i] for i in range(2)]
     alone = [1, 1, 1, 15, 2]
     assert runs_of(batch_of(*first, *second, alone), 2) == [Run([0, 1, 2], 7), Run([3, 4], 7), Run([5], 0)]
-    # With prompts of their own for all it is what they share: 3 x 3 of four.
+    # If all have different prompts, only the common beginning is shared: 3 x 3 tokens of four sequences.
     others = [[1, 1, 1, i, 7, 7] for i in (4, 8, 2, 6)]
     assert runs_of(batch_of(*others), 2) == [Run([2, 0, 3, 1], 3)]
 
@@ -91,8 +92,8 @@ def test_every_token_is_a_query_once_and_attends_to_its_full_sequence() -> None:
     batch = batch_of([*P, 1], list(range(30)), [*P, 6, 6])
     # The row: 2 3 4 | 5 1 | 5 6 6 | 0 ... 29
     row = PackedRow(batch, row_plan(batch, [Run([0, 2], 3), Run([1], 0)]))
-    # From position 3 on the last 3 tokens of 6 are queries, and of 5 the last 2, filled up; then 30 whole; then what is
-    # shared.
+    # From position 3 on, the last 3 of 6 tokens are queries, and the last 2 of 5, padded; then 30 complete ones; then
+    # the shared ones.
     assert row.rectangles.shapes == [(2, 3, 6), (1, 30, 30), (1, 3, 3)]
     x_1HUD = torch.arange(38.0).view(1, 1, 38, 1).requires_grad_()
     rest, longest, shared = row.queries(x_1HUD)
@@ -113,7 +114,7 @@ def test_every_token_is_a_query_once_and_attends_to_its_full_sequence() -> None:
 def test_all_tokens_of_a_sequence_too_long_for_a_mask_are_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of([*P, 1], [*P, 6, 6])
     runs = [Run([0, 1], 3)]
-    # Two tokens that see five are 10 places of a mask, three that see six 18.
+    # Two tokens that attend to five are 10 entries of a mask, three that attend to six are 18.
     monkeypatch.setattr(shared_prompts, "MOST_SEEN", 17)
     row = PackedRow(batch, row_plan(batch, runs))
     assert row.rectangles.shapes == [(1, 2, 5), (2, 6, 6)]
@@ -132,25 +133,25 @@ def test_sequences_of_equal_length_form_a_rectangle_without_a_copy() -> None:
 
 
 def test_each_micro_batch_counts_a_prefix_once() -> None:
-    # Run of four: 5 tokens, and 2, 3 and 4 more; then one of 6 alone.
+    # A run of four: 5 tokens, and 2, 3 and 4 more. Then a single sequence of 6.
     lengths_B = torch.tensor([5, 5, 6, 7, 6])
     runs = [Run([0, 1, 2, 3], 3), Run([4], 0)]
     cuts = {20: [[0, 1, 2, 3, 4]], 19: [[0, 1, 2, 3], [4]], 14: [[0, 1, 2, 3], [4]], 13: [[0, 1, 2], [3, 4]]}
     for budget, expected in cuts.items():
         assert [part.tolist() for part in shared_micro_batches(lengths_B, runs, budget)] == expected
-    # In a part of its own the prompt is read again: 7 tokens, and those after 5 and 2 more.
+    # In a separate micro-batch the prompt is computed again: 7 tokens, and 5 and 2 more for the others.
     assert [part.tolist() for part in shared_micro_batches(lengths_B, runs, 7)] == [[0, 1], [2], [3], [4]]
     assert [part.tolist() for part in shared_micro_batches(lengths_B, runs, 3)] == [[0], [1], [2], [3], [4]]
     assert [part.tolist() for part in shared_micro_batches(lengths_B, runs, 20, 3)] == [[0, 1, 2], [3, 4]]
 
 
 def test_a_shared_prompt_counts_once_as_computed_in_each_micro_batch() -> None:
-    # A prompt of 4 tokens with answers of 1, 2 and 3 tokens, and a sequence of 5 tokens alone.
+    # A prompt of 4 tokens with responses of 1, 2 and 3 tokens, and a single sequence of 5 tokens.
     minibatch = batch_of([*P, 20], [*P, 21, 22], [*P, 23, 24, 25], [*Q, 26])
     layout = SharedPrompts()
     (together,) = layout.micro_batches_by_rank(minibatch, 1, max_tokens=100)
     assert layout.computed_tokens(minibatch, [together]) == (5 + 6 + 7 + 5 - 2 * 4, 25 + 36 + 49 + 25 - 2 * 16)
-    # Two of the three in one micro-batch: the prompt is computed twice.
+    # Two of the three are in one micro-batch, so the prompt is computed twice.
     apart = [torch.tensor([0, 1]), torch.tensor([2, 3])]
     assert layout.computed_tokens(minibatch, [apart]) == (23 - 4, 135 - 16)
     with pytest.raises(ValueError, match="planned last"):
@@ -169,10 +170,10 @@ def test_computed_places_equal_the_sizes_of_the_rows() -> None:
 def test_ranks_get_whole_runs_if_there_are_many_and_parts_otherwise() -> None:
     lengths_B = torch.tensor([4, 4, 6, 6])
     few = shares_of_runs(lengths_B, [Run([0, 1, 2], 3), Run([3], 0)], 2)
-    # Cut for two ranks: {0, 1} of 5 tokens, {2} of 6 and {3} of 6; two of these go to one rank.
+    # Divided over two ranks: {0, 1} with 5 tokens, {2} with 6 and {3} with 6. One rank gets two of these.
     assert sorted(sorted(run.members) for share in few for run in share) == [[0, 1], [2], [3]]
     assert all(share for share in few)
-    # Eight runs: 12 tokens four times and 8 four times are 40 for each of two ranks.
+    # Eight runs: four with 12 tokens and four with 8, which gives 40 tokens on each of two ranks.
     many = [Run([2 * i, 2 * i + 1], 2) for i in range(8)]
     lengths_B = torch.tensor([7, 7] * 4 + [5, 5] * 4)
     shares = shares_of_runs(lengths_B, many, 2)
@@ -217,8 +218,9 @@ def test_log_probs_entropies_and_gradients_equal_those_of_separate_sequences(
     sizes: list[int] = []
     model.get_input_embeddings().register_forward_hook(lambda *call: sizes.append(call[1][0].numel()))
     shared_2N = both(model, batch)
-    # A token is left out at the end of each of 9 sequences, and 19 of 20 are there once for three. So is the 20th in
-    # one group; in two, of a response of one token it is the last that is read, and its own. gemma2 caps its logits.
+    # The last token of each of 9 sequences is omitted, and 19 of 20 prompt tokens are computed once for three
+    # sequences. In one group the 20th token is shared too. In the two others a response has one token, so the last
+    # prompt token is needed per sequence. gemma2 caps its logits.
     assert sizes == [batch.num_tokens - 9 - 3 * 2 * 19 - (0 if name == "gemma2" else 2)]
     alone_2N = torch.cat([both(reference, batch.select([i])) for i in range(len(batch))], 1)
     torch.testing.assert_close(shared_2N, alone_2N, rtol=0, atol=1e-5)
@@ -231,7 +233,7 @@ def test_log_probs_entropies_and_gradients_equal_those_of_separate_sequences(
 
 @pytest.mark.parametrize(("dtype", "apart"), [("float32", 1e-5), ("bfloat16", 0.05)])
 def test_log_probs_of_groups_are_those_of_whole_sequences(tied_model: Path, dtype: str, apart: float) -> None:
-    # Where a group is cut a response may stand alone in one pass, and with others in the next.
+    # If a group is split, a response may be alone in one pass and with others in the next one.
     batch = shared_cases.groups(0, prompts=4, samples=4)
     model = load_policy(tied_model, dtype, packing=True).eval()
     shared_2N = both(model, batch)
@@ -252,7 +254,7 @@ def test_values_equal_those_of_separate_sequences(tied_model: Path) -> None:
 def test_logits_changed_by_the_model_are_read_once_at_every_place(
     folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # gemma2 caps its logits, so that they are read as a whole; a row that is named twice has no gradient.
+    # gemma2 caps its logits, so they are read completely. A row that is used twice has no gradient here.
     rows: list[Tensor] = []
     real: Any = causal.label_logprobs
 
@@ -267,7 +269,7 @@ def test_logits_changed_by_the_model_are_read_once_at_every_place(
 
 
 def test_a_mixture_of_experts_computes_every_token(folder_of: Callable[[str], Path]) -> None:
-    # Its balancing loss counts the tokens that are routed.
+    # Its balancing loss counts the routed tokens.
     assert layout_of(load_policy(folder_of("gpt_oss"), packing=True)) is END_TO_END
 
 

@@ -26,7 +26,7 @@ PROJECT = Path(__file__).resolve().parents[3]
 NO_STORED_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Tasks with many correct answers and none in their labels, so that only garbage can be tested."""
 EASIER: dict[str, dict[str, Any]] = {
-    # Only puzzles without a solution: it searches for one, and takes up to 20 s where there has to be one.
+    # Only puzzles without a solution: the verifier searches for one, which takes up to 20 s if it exists.
     "knight_swap": {"impossible_ratio": 1.0},
 }
 """Settings for tasks that take too long per question with their defaults."""
@@ -175,7 +175,7 @@ def test_a_label_keeps_tuples_and_keys_that_are_not_strings() -> None:
 
 @pytest.mark.full
 def test_a_verifier_gets_the_tuples_of_its_question() -> None:
-    # It compares grids of tuples; lists would be another grid to it.
+    # The verifier compares grids of tuples. Grids of lists would differ.
     entry = {"question": "", "answer": "0 1", "metadata": {"output": ((0, 1),)}}
     assert reasoning_gym_score("0 1", make_label("arc_agi", {}, entry))["score"] == 1.0
 
@@ -201,7 +201,7 @@ def test_the_splits_share_no_question_whatever_the_seed() -> None:
 
 @pytest.mark.full
 def test_tasks_that_depend_on_set_order_draw_the_same_in_every_process() -> None:
-    # A longer request begins as a shorter one does.
+    # A request for more rows begins with those of a smaller request.
     assert draw_rows("ransom_note", "train", 100, seed=0)[:20] == draw_rows("ransom_note", "train", 20, seed=0)
 
 
@@ -209,13 +209,13 @@ def test_tasks_that_depend_on_set_order_draw_the_same_in_every_process() -> None
 def test_a_request_for_too_many_questions_raises_an_error_with_their_number() -> None:
     with pytest.raises(ValueError, match=says(SMALL, 500, "train")) as caught:
         draw_rows(SMALL, "train", 500, seed=0)
-    # Of sums and differences of two digits there are 200.
+    # There are 200 sums and differences of two digits.
     assert re.search(r"\b1\d\d\b", str(caught.value))
     with pytest.raises(ValueError, match=says("reasoning_gym:chain_sum", "9 different", "heldout", "0 s")):
         draw_rows("chain_sum", "heldout", 9, seed=0, limit_s=0.0)
     with pytest.raises(ValueError, match=says("reasoning_gym:chain_sum", "'test'", "'train'", "'heldout'")):
         load_rows("reasoning_gym:chain_sum", split="test")
-    # The library's own words.
+    # The message of the library.
     with pytest.raises(ValueError, match=says("chain_sum?min_terms=9", "max_terms must be >= min_terms")):
         load_rows("reasoning_gym:chain_sum?min_terms=9")
 

@@ -231,7 +231,7 @@ def test_loopback_requests_bypass_the_proxy_of_the_environment(host: str, monkey
         with RemoteReward([url], RewardSettings(url_tries=1)) as reward:
             assert reward(["qa"], ["q"], ["a"]).reward_B.tolist() == [1.0]
     assert proxy.connections == 0
-    # Other hosts are for the proxy.
+    # Other hosts are reached through the proxy.
     with (
         RemoteReward(["http://reward.invalid/score"], RewardSettings(url_tries=1)) as reward,
         pytest.raises(RewardError, match=re.escape("I am a proxy")),

@@ -116,7 +116,7 @@ def test_a_request_to_a_busy_server_is_retried_and_each_try_is_logged(
 
 
 def test_pauses_double_and_retry_after_extends_them(start: Start) -> None:
-    # 0.1 s and 0.2 s, each at least three quarters of that.
+    # Pauses of 0.1 s and 0.2 s, each reduced by at most a quarter.
     began = time.monotonic()
     ask([start(failing_first(2, 503)).url], 1, pause_s=0.1)
     assert time.monotonic() - began >= 0.75 * 0.3
@@ -135,7 +135,7 @@ def test_another_server_replaces_one_that_refuses(start: Start, refused_url: str
 
 
 def test_a_broken_connection_is_retried(start: Start) -> None:
-    # The first answer is shorter than it says.
+    # The first response is shorter than its Content-Length.
     server = start(lambda r, n: right(r, n) if n > 1 else (200, b"{", {"Content-Length": "9", "Connection": "close"}))
     assert ask([server.url], 2).reward_B.tolist() == [0.0, 1.0]
 
@@ -157,7 +157,7 @@ def test_a_hanging_or_slow_server_is_abandoned_after_its_timeout(start: Start, t
 
     server = start(hang)
     if trickle:
-        # A byte every 0.1 s is never too long between two of them.
+        # One byte every 0.1 s never exceeds the timeout between two bytes.
         server.RequestHandlerClass = type("Trickling", (Handler,), {"end_headers": trickling(ended)})
     with pytest.raises(RewardError, match=says(server.url, "2 tries", "ReadTimeout")):
         ask([server.url], 1, url_tries=2, url_timeout_s=0.4)
@@ -195,7 +195,7 @@ def test_a_permanent_error_is_not_retried(start: Start, status: int, answer: Any
 
 
 def test_an_endless_reply_is_read_up_to_the_size_limit(start: Start) -> None:
-    bomb = gzip.compress(b" " * 2 * MOST_BYTES)  # what a server sends is less than what it makes of it
+    bomb = gzip.compress(b" " * 2 * MOST_BYTES)  # the received bytes are fewer than the decompressed ones
     server = start(lambda request, number: (200, bomb, {"Content-Encoding": "gzip"}))
     with pytest.raises(RefusedError, match=says(server.url, "64 MB")):
         ask([server.url], 1)
@@ -270,9 +270,9 @@ def test_a_token_of_the_environment_is_sent_and_never_shown(
     with pytest.raises(RewardError, match=refused) as caught:
         ask([server.url], 2)
     assert "wrong" not in str(caught.value)
-    monkeypatch.setenv("TROUPE_REWARD_TOKEN", "s3cret\n")  # as a file holds it
+    monkeypatch.setenv("TROUPE_REWARD_TOKEN", "s3cret\n")  # as in a file, with a line break
     assert ask([server.url], 2).reward_B.tolist() == [0.0, 1.0]
-    # What no header can hold would be shown by the library that refuses it.
+    # The library would show a value that no header can contain, so it is rejected before.
     monkeypatch.setenv("TROUPE_REWARD_TOKEN", "s3c\nret")
     with pytest.raises(ValueError, match="TROUPE_REWARD_TOKEN") as shown:
         ask([server.url], 2)

@@ -108,7 +108,7 @@ def test_memory_is_given_per_role_in_gb(tmp_path: Path) -> None:
 
 def test_overlapping_calls_count_once_as_busy() -> None:
     bars = [(0, 4, 0), (1, 2, 0), (3, 3, 0), (8, 5, 0)]
-    # Of 10 s: 0 to 6, and 8 to 10.
+    # Of 10 s: from 0 to 6, and from 8 to 10.
     assert busy_share(bars, 0, 10) == pytest.approx(0.8)
 
 
@@ -117,7 +117,7 @@ def test_many_calls_are_merged_except_the_first_and_last_and_keep_the_total_time
     assert len(merged) == 40
     assert merged[0] == (0, 1, 1, 1) and merged[-1] == (1998, 1, 0, 1)
     assert sum(length * share for _, length, _, share in merged) == pytest.approx(1000)
-    assert {kind for _, _, kind, _ in merged[10:30]} == {0}  # what took longest
+    assert {kind for _, _, kind, _ in merged[10:30]} == {0}  # the longest calls
 
 
 def test_a_nonfinite_value_is_a_gap_and_an_incomplete_line_is_skipped(tmp_path: Path) -> None:
@@ -208,9 +208,9 @@ def test_long_responses_and_surplus_groups_and_steps_are_cut_and_counted(tmp_pat
 
 def test_a_cut_response_keeps_the_prompt_and_both_ends() -> None:
     assert keep(10, 3, 10) == [(0, 10)]
-    # 25 places for the prompt of 1,000, of which the end gets a quarter; 75 for the response.
+    # 25 characters for the prompt of 1,000, a quarter of them for its end, and 75 for the response.
     assert keep(2000, 1000, 100) == [(0, 19), (994, 1000), (1000, 1057), (1982, 2000)]
-    # A short prompt leaves its places to the response.
+    # A short prompt leaves its share to the response.
     assert keep(1000, 4, 100) == [(0, 4), (4, 76), (976, 1000)]
 
 
@@ -242,7 +242,7 @@ def test_invalid_bytes_are_decoded_in_linear_time() -> None:
     tokens.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     vocabulary = Vocabulary(tokens)
     assert len(vocabulary.indices([0] * 30_000 + [1])) == 30_001
-    # Two hundred at a time: of the last part there is the letter alone.
+    # Two hundred at a time: the last part has only the letter.
     assert vocabulary.entries == [(0, ""), (1, "a")]
 
 
@@ -409,7 +409,7 @@ def test_the_report_is_written_during_the_run(tmp_path: Path) -> None:
     while (run / "report.html").read_text() == written and time.monotonic() < ends:
         time.sleep(0.01)
     assert list(data_in((run / "report.html").read_text())["runs"][0]["curves"]) == ["a"]
-    # Whoever started it is gone, however that ended.
+    # The process that started the report has ended, whatever its outcome.
     (run / "summary.json").write_text('{"status": "failed"}')
     program.communicate(timeout=300)
     assert program.returncode == 0
@@ -437,7 +437,7 @@ def test_a_closed_output_does_not_fail_a_run(tmp_path: Path, monkeypatch: pytest
         pass
     assert (run / "report.html").exists()
     monkeypatch.undo()
-    with contextlib.suppress(OSError):  # what print left
+    with contextlib.suppress(OSError):  # an incomplete printed line
         full.close()
 
 
@@ -446,7 +446,7 @@ def test_a_run_stops_waiting_for_a_hanging_report(
 ) -> None:
     monkeypatch.setattr(launch, "REPORT_WITHIN_S", 0.01)
     run = write_run(tmp_path / "one", steps=1)
-    os.mkfifo(run / "rollouts/step_000002.parquet")  # nobody ever writes to it
+    os.mkfifo(run / "rollouts/step_000002.parquet")  # no process ever writes to it
     with reporting(run):
         pass
     (warning,) = caplog.records

@@ -158,7 +158,7 @@ def test_all_charts_keep_one_range_of_steps(show: Open) -> None:
     (shown,) = ranges()
     low, high = map(float, shown.split())
     assert 0.45 < low < 0.55 and 1.85 < high < 1.95
-    page.locator("#smoothing").fill("0.5")  # draws them anew
+    page.locator("#smoothing").fill("0.5")  # draws the charts again
     page.wait_for_function("shown => [...charts].every((c) => shown.startsWith(c.u.scales.x.min))", arg=shown)
     page.locator(".chart .u-over").last.dblclick()
     page.wait_for_function("[...charts].every((c) => c.u.scales.x.min === 0 && c.u.scales.x.max === 2)")
@@ -181,12 +181,12 @@ def test_a_chart_shows_the_name_that_verl_uses(show: Open) -> None:
 
 def test_steps_between_marks_are_interpolated(show: Open) -> None:
     page = show("one")
-    # Steps 2 to 10 have no mark; each is taken to last 10 s.
+    # Steps 2 to 10 have no mark. Each is assumed to take 10 s.
     line = {"training": 0, "steps": [[1, 10], [11, 110], [12, 120]]}
     ended = page.evaluate("line => [5, 10, 55, 109, 110, 115, 130].map((t) => stepsBy(line, t))", line)
     assert ended == [0, 1, 5, 10, 11, 11, 12]
     assert page.evaluate("line => [0, 1, 6, 11, 99].map((s) => endOf(line, s))", line) == [0, 10, 60, 110, 120]
-    # Steps 2 and 3 were done again.
+    # Steps 2 and 3 were repeated.
     again = {"training": 0, "steps": [[1, 10], [2, 20], [3, 30], [2, 40], [3, 50], [4, 60]]}
     assert page.evaluate("line => [25, 35, 45, 55].map((t) => stepsBy(line, t))", again) == [2, 1, 2, 3]
 
@@ -197,7 +197,8 @@ def test_smoothing_draws_the_mean_over_the_raw_curve(show: Open) -> None:
     readout = page.locator(".chart", has=page.get_by_role("heading", name="reward/score")).locator(".readout strong")
     expect(readout).to_have_text("1")
     page.locator("#smoothing").fill("0.5")
-    # Of k/6 with the weight 2^(k-6): (6 + 5/2 + 4/4 + 3/8 + 2/16 + 1/32) / 6 over (1 + 1/2 + ... + 1/32).
+    # Weighted mean of k/6 with the weights 2^(k-6): (6 + 5/2 + 4/4 + 3/8 + 2/16 + 1/32) / 6 over (1 + 1/2 + ... +
+    # 1/32).
     expect(readout).to_have_text("0.8492")
 
 
@@ -280,7 +281,7 @@ def test_hostile_text_is_shown_and_does_not_run(show: Open) -> None:
     assert page.locator("main script, main img").count() == 0
     assert EVIL.split("\u2028")[0] in page.locator("#rollouts .card").last.inner_text()
     assert EVIL.split("\u2028")[0] in page.locator(".alarm").inner_text()
-    # Even what would get past all that finds the door shut: only the page's own script may run.
+    # The content security policy blocks scripts that were not escaped: only the page's own script may run.
     page.evaluate("document.body.insertAdjacentHTML('beforeend', '<b onclick=\"window.hacked=1\" id=trap>x</b>')")
     page.evaluate("document.getElementById('trap').click()")
     assert page.evaluate("window.hacked") is None
@@ -293,7 +294,8 @@ def test_dark_mode_follows_the_system_and_a_key(show: Open) -> None:
     page.keyboard.press("d")
     assert (dark, back()) == ("rgb(16, 19, 23)", "rgb(246, 247, 249)")
     page.emulate_media(color_scheme="light")
-    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")  # it is seen
+    # the attempt is visible
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     page.emulate_media(color_scheme="dark")
     page.wait_for_function("dark => getComputedStyle(document.body).backgroundColor === dark", arg=dark)
 

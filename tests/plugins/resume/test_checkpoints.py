@@ -1,4 +1,4 @@
-"""Search of the checkpoint to resume from, damage, and options that have changed since."""
+"""Selection of the checkpoint to resume from, damaged checkpoints, and options changed since then."""
 
 import math
 import re
@@ -108,7 +108,7 @@ def test_a_damaged_latest_checkpoint_is_named_and_the_previous_complete_one_is_u
         assert re.search(says("step_11", file, "step_9"), caplog.text)
     with pytest.raises(ValueError, match=says("step_11", file, f"resume={box.folder}/step_9")):
         find_checkpoint(str(box.folder / "step_11"), tmp_path)
-    # Done again, it is whole.
+    # Saved again, it is complete.
     save(box, 11, "abc")
     assert find_checkpoint("auto", box.folder) == box.folder / "step_11"
 
@@ -138,7 +138,7 @@ def test_a_checkpoint_with_missing_or_damaged_digests_is_not_used(tmp_path: Path
         assert find_checkpoint("auto", tmp_path) == tmp_path / "step_1"
     digests.unlink()
     assert find_checkpoint("auto", tmp_path) == tmp_path / "step_1"
-    # The state may be lost with them.
+    # The state may be missing too.
     for text in ("", "[]", "{", "[" * 100_000):
         (tmp_path / "step_2" / "state" / "trainer.json").write_text(text)
         assert find_checkpoint("auto", tmp_path) == tmp_path / "step_1"
@@ -154,7 +154,7 @@ def test_without_a_latest_file_the_newest_complete_step_is_used_with_a_note(
     damage_file(tmp_path / "latest", harm)
     assert find_checkpoint("auto", tmp_path) == tmp_path / "step_2"
     assert re.search(says(f"{tmp_path}/latest", "step_2"), caplog.text)
-    # And nothing begins anew over them.
+    # No new run starts over damaged checkpoints.
     with pytest.raises(ValueError, match=says(tmp_path, "step_2", "resume=auto")):
         check_resume("none", tmp_path)
 

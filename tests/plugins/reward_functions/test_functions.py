@@ -1,4 +1,6 @@
-"""Reward functions for TRL, OpenRLHF and verl are called as in these libraries, by the names of their parameters."""
+"""Reward functions for TRL, OpenRLHF and verl are called as by these libraries, according to the names of their
+parameters.
+"""
 
 import json
 from collections.abc import Callable
@@ -184,7 +186,7 @@ def test_none_skips_a_part_and_fails_the_response_if_all_parts_are_none(tmp_path
     placeholders = ["p"] * count
     with open_reward(f"3*{path}:math + 1*{path}:code") as reward:
         output = reward(placeholders, placeholders, placeholders, responses=placeholders, rows=rows)
-    # 3 * 1, and 1 * .5 alone; their mean scores are 3 / 3 and .5 / 1; nobody rewards the last.
+    # 3 * 1, and 1 * .5 alone. Their mean scores are 3 / 3 and .5 / 1. No part rewards the last response.
     assert output.reward_B.tolist() == [3.0, 0.5] * (count // 2 - 1) + [3.0, 0.0]
     assert output.score_B.tolist() == [1.0, 0.5] * (count // 2 - 1) + [1.0, 0.0]
     assert list(output.failures) == [count - 1]

@@ -48,9 +48,9 @@ def server() -> Iterator[RewardServer]:
 def test_a_sum_of_a_scorer_a_file_and_a_server_adds_up_and_logs_each(files: Path, server: RewardServer) -> None:
     with open_reward(f"0.5*exact_match + 2*length.py + .1*{server.url}") as reward:
         output = reward(QUERIES, PROMPTS, LABELS)
-    # Right: ab and b. Lengths 2 3 1 2. The server gives 10: 0.5 * right + 2 * length + 1.
+    # Correct: ab and b. Lengths 2 3 1 2. The server returns 10: 0.5 * correct + 2 * length + 1.
     assert output.reward_B.tolist() == [5.5, 7.0, 3.5, 5.0]
-    # Scores: right, 0.5, 1, with weights of 2.6 in all: (0.5 + 1 + 0.1) / 2.6 and (1 + 0.1) / 2.6.
+    # Scores: correct, 0.5, 1, with total weight 2.6: (0.5 + 1 + 0.1) / 2.6 and (1 + 0.1) / 2.6.
     assert output.score_B.tolist() == pytest.approx([1.6 / 2.6, 1.1 / 2.6] * 2)
     assert {name: values.tolist() for name, values in output.logs.items()} == {
         "exact_match": [1, 0, 1, 0],
@@ -72,7 +72,7 @@ def test_a_response_correct_in_all_parts_has_a_score_of_exactly_1() -> None:
 
 
 def test_the_parts_of_a_sum_run_in_parallel(files: Path) -> None:
-    # Each part waits for the two others to be there.
+    # Each part waits until the two others have started.
     (files / "meets.py").write_text(
         "import os, time\n"
         "def reward_func(queries, prompts, labels):\n"
@@ -117,7 +117,7 @@ def test_too_many_failures_of_one_part_stop_the_run_and_name_it(files: Path) -> 
 def test_files_and_urls_of_a_sum_may_contain_plus_and_asterisk(files: Path) -> None:
     assert reward_parts("0.7*gsm8k + 3e-1 * a + b.py") == [(0.7, "gsm8k"), (0.3, "a + b.py")]
     assert reward_parts("1*http://a/x?y=1+2*3,http://b") == [(1.0, "http://a/x?y=1+2*3,http://b")]
-    # Alone it is a file, and no sum.
+    # A file alone is not a sum.
     assert reward_parts("a + b.py") == [(1.0, "a + b.py")]
     check_reward("1*exact_match + 2*a + b.py")
     with open_reward("0.5*a + b.py") as reward:

@@ -1,4 +1,4 @@
-"""One real call of each reward before a run starts: what it finds, and what it says of what is right."""
+"""One real call of each reward before a run starts: reported faults, and notes."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ ROWS = [{"input": f"p{i}", "label": str(10**i), "datasource": "d", "extra_info":
 
 
 def tried(folder: Path, function: str, rows: list[dict[str, Any]] = ROWS, heldout: Any = ()) -> list[str]:
-    """Notes of a trial of a function of a file."""
+    """Return the notes of a trial of a function in a file."""
     (folder / "own.py").write_text(function)
     return try_rewards(f"{folder}/own.py", "reward.source", {"the data": rows, "the held-out data": heldout})
 

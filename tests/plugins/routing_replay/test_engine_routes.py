@@ -37,7 +37,7 @@ HIDDEN = 2
 
 
 def observe(worker: Any, chosen: list[list[torch.Tensor]]) -> None:
-    """Append what each router chooses, by hidden layer."""
+    """Record the experts that each router chooses, by hidden layer."""
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     for module in worker.model_runner.model.modules():
@@ -49,7 +49,7 @@ def observe(worker: Any, chosen: list[list[torch.Tensor]]) -> None:
 def finished_requests(folder: Path, top_k: int) -> list[Any]:
     """Return vLLM's outputs with the experts of their tokens, one request at a time."""
     chosen: list[list[torch.Tensor]] = [[] for _ in range(HIDDEN)]
-    # A token of a cached prefix would not pass the routers again.
+    # Tokens of a cached prefix would skip the routers.
     engine = VLLMRolloutEngine(folder, VLLMRolloutConfig(cpu_cache_gb=0.1, enable_prefix_caching=False))
     requests: list[Any] = []
     try:
@@ -76,7 +76,7 @@ def finished_requests(folder: Path, top_k: int) -> list[Any]:
 @pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.nightly), "glm4_moe"])
 def test_the_trainer_routes_each_token_as_vllm_did(family: str, tmp_path: Path) -> None:
     folder = write_family(family, tmp_path / "model")
-    # Loaded first, as vLLM changes some classes of transformers in its process.
+    # Loaded first, because vLLM changes classes of transformers in its process.
     engine = open_engine(load_policy(folder), TrainConfig(engine="fsdp", zero_stage=2, learning_rate=0.0))
     reader = RouteReader(folder)
     # The first layer of glm4_moe is dense, and has no router.
@@ -89,7 +89,7 @@ def test_the_trainer_routes_each_token_as_vllm_did(family: str, tmp_path: Path) 
     recorded = RoutingReplay(engine, "policy").logprobs(batch.only("tokens"), 1.0)
     shape = len(reader.layers), reader.top_k, reader.experts
     own_NLK, reported_NLK = (from_columns(columns.per_token, *shape) for columns in (recorded, batch))
-    # In float32 with equal weights vLLM's routers choose the same experts, though not in the same order.
+    # In float32 with equal weights vLLM's routers choose the same experts, possibly in another order.
     torch.testing.assert_close(reported_NLK.sort(-1).values, own_NLK.sort(-1).values, rtol=0, atol=0)
 
     def loss(model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
@@ -100,7 +100,7 @@ def test_the_trainer_routes_each_token_as_vllm_did(family: str, tmp_path: Path) 
 
 
 def request_of(prompt: int, response: int, routed_experts: np.ndarray | None) -> Any:
-    """Return vLLM's output of a request with so many tokens."""
+    """Return vLLM's output of a request with this number of tokens."""
     from vllm.outputs import CompletionOutput, RequestOutput
 
     completion = CompletionOutput(0, "", [0] * response, None, None, routed_experts=routed_experts)

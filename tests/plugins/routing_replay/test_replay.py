@@ -1,4 +1,4 @@
-"""Routes that are replayed give the log-probabilities and gradients of the pass that they were recorded in."""
+"""With replayed routes, a pass gives the log-probabilities and gradients of the recorded pass."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def batch_of(rows: list[list[int]] = ROWS) -> Batch:
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Opener:
-    """Open a training engine around a tiny mixture, and its replay."""
+    """Open a training engine with a tiny mixture, and its replay."""
 
     def open_family(family: str, source: str = "policy", **options: Any) -> tuple[TrainEngine, RoutingReplay]:
         folder = tmp_path / family
@@ -77,7 +77,7 @@ def test_routes_survive_the_conversion_to_columns(experts: int) -> None:
     route_NLK[1] = NO_EXPERT
     columns = to_columns(route_NLK, experts)
     assert [(column.dtype, column.shape) for column in columns.values()] == [(torch.int64, (5,))] * len(columns)
-    # Nine experts of a byte each, or of two bytes, in columns of eight bytes.
+    # Nine experts of one or two bytes each, in columns of eight bytes.
     assert len(columns) == (2 if experts < 256 else 3)
     torch.testing.assert_close(from_columns(columns, 3, 3, experts), route_NLK)
 
@@ -167,7 +167,7 @@ def test_log_probabilities_follow_the_routes_of_an_engine(opened: Opener) -> Non
 
 
 def test_a_trainer_that_replays_the_routes_of_a_bfloat16_engine_is_closer_to_it(opened: Opener) -> None:
-    # The engine has the same weights and rounds differently, so that tokens near a tie go to other experts.
+    # The engine has the same weights but rounds differently, so tokens near a tie are routed to other experts.
     rows = torch.randint(3, 64, (16, 24), generator=torch.Generator().manual_seed(0)).tolist()
     batch = batch_of(rows)
     low, recorder = opened("gpt_oss", precision="bf16_autocast")

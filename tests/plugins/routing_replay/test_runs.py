@@ -58,7 +58,7 @@ def test_later_updates_of_a_step_replay_the_experts_of_the_old_policy(
     code, console = run(recipe, *arguments, f"run_dir={tmp_path}/run")
     assert code == 0, console
     metrics = last_metrics(tmp_path / "run")
-    # The first of two updates has the weights of the old policy, and the learning rate moves the router much.
+    # The first of two updates has the weights of the old policy. The high learning rate then changes the routing.
     assert 0 < metrics["actor/routes_differ_share"] < 0.9
     columns = Batch.load(tmp_path / "run/rollouts/step_000002.parquet").names
     assert not [name for name in columns if name.startswith("routes_")], "files do not keep routes"

@@ -122,11 +122,11 @@ CHEATS = {
 }
 """Programs that a policy may learn if it is rewarded for passing tests. None of them adds 20 and 22."""
 if IS_ISOLATED:
-    # Elsewhere it would reach all of the user.
+    # Elsewhere it would kill all processes of the user.
     CHEATS["the end of all"] = "import os\ndef add(a, b): os.kill(-1, 9)"
 
 
-# What is sent in the place of a reply, as often as it is asked for.
+# Data that the program sends instead of a reply, repeatedly.
 FORGED = """  for fd in range(3, 64):
     try: os.write(fd, b'["value", ["bool", "1"]]\\n')
     except OSError: pass
@@ -241,7 +241,7 @@ def marks_of(cheat: str) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.parametrize("cheat", [pytest.param(name, marks=marks_of(name)) for name in CHEATS])
 def test_a_cheating_program_passes_no_test(cheat: str) -> None:
-    # The second is to be run too, whatever the first has left.
+    # The second test runs regardless of what the first one has left.
     assert passes(CHEATS[cheat], TEST, "assert add(1, 2) == 42") == [False, False]
 
 

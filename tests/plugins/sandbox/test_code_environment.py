@@ -16,7 +16,7 @@ ADD = {"tests": ["assert add(1, 2) == 3", "assert add(2, 2) == 4", "assert add(3
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give programs time on a busy machine."""
+    """Increase the time limits for a busy machine."""
     monkeypatch.setattr(AgentInstance, "limits", Limits(timeout_s=60))
 
 
@@ -112,7 +112,7 @@ def test_all_tests_of_a_try_together_have_a_limit(monkeypatch: pytest.MonkeyPatc
         turns=1,
     )
     assert step["rewards"] == 0.0
-    # Each alone would pass: its limit is 60 s.
+    # Each test alone would pass: its limit is 60 s.
     assert 0 < step["extra_logs"]["passed_share"] <= 3 / 50
 
 

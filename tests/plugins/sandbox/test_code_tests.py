@@ -16,7 +16,7 @@ ADD = "a, b = map(int, input().split())\nprint(a + b)"
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give programs time on a busy machine."""
+    """Increase the time limits for a busy machine."""
     monkeypatch.setattr(code_tests, "LIMITS", replace(code_tests.LIMITS, timeout_s=60.0))
 
 
@@ -30,7 +30,7 @@ def test_the_score_is_the_share_of_passed_tests() -> None:
     assert score("```python\nprint(3)\n```", json.dumps(SUMS)) == (0.5, 0.0)
     assert score(ADD, SUMS) == (1.0, 1.0)
     assert score("", SUMS) == (0.0, 0.0)
-    # 3 is printed, but the program did not end well.
+    # The program prints 3 but exits with an error.
     assert score("print(3)\nraise SystemExit(1)", SUMS) == (0.0, 0.0)
 
 

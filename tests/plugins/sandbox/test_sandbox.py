@@ -126,7 +126,7 @@ def test_a_killed_parent_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
         parent = subprocess.Popen([sys.executable, "-c", code, str(is_isolated)], env=env)
         while not any("main.py" in line and str(parent.pid) in line for line in processes_with("sandbox_child.py")):
             time.sleep(0.02)
-            # Not any entry: tempfile writes a file for a moment to try whether the folder is writable.
+            # Only entries of this name: tempfile writes a file for a moment to check whether the folder is writable.
             if not is_isolated and list(tmp_path.glob("*/main.py")):
                 break
         parent.kill()
@@ -153,7 +153,7 @@ def test_the_environment_has_no_variables_of_the_parent(monkeypatch: pytest.Monk
 
 def test_no_child_process_is_left_even_in_a_new_session() -> None:
     mark = f"left-{os.getpid()}"
-    # Where the system gives us no namespace, a session of its own is out of reach, as the class says.
+    # Without namespaces a process in another session cannot be ended, as the docstring of the class says.
     start = f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)', '{mark}', str(own)], "
     sessions = [False, True] if IS_ISOLATED else [False]
     program = f"import subprocess, sys\nfor own in {sessions}:\n  {start}start_new_session=own)"
@@ -179,12 +179,12 @@ def test_cancelling_the_caller_ends_the_program() -> None:
 
 def test_a_program_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
     mark = f"orphan-{os.getpid()}"
-    # What it forks ends too where there are namespaces; elsewhere it would not, as the class says.
+    # Forked processes end too, if there are namespaces. Elsewhere they would not, as the docstring of the class says.
     program = f"import os, sys\nif {IS_ISOLATED} and os.fork() == 0: os.setsid()\n"
     program += f"os.execv(sys.executable, [sys.executable, '-c', 'import time\\nwhile True: time.sleep(9)', {mark!r}])"
     code = f"from plugins.sandbox.sandbox import *\nrun_python({program!r}, limits=Limits(timeout_s=3600))"
     (tmp_path / "parent.py").write_text(code)
-    # Its folder is left by a parent that is killed, and goes with the test's.
+    # The killed parent leaves its folder, which is removed with that of the test.
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(PROJECT)}
     parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")], env=env)
     while len(processes_with(mark)) < 1 + IS_ISOLATED:
@@ -209,7 +209,7 @@ def test_programs_wait_for_a_free_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> list[float]:
         return [float(line) for line in run_python(program, limits=Limits(timeout_s=60)).stdout.split()]
 
-    # From threads, each with a loop of its own.
+    # From threads with separate event loops.
     with ThreadPoolExecutor(4) as pool:
         spans = sorted(future.result() for future in [pool.submit(run) for _ in range(4)])
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))

@@ -119,7 +119,7 @@ AGAINST_ITS_INIT = {
 
 
 def test_a_program_cannot_prevent_the_record_of_its_end(tmp_path: Path) -> None:
-    """Holds without root too, where program and init have the same user."""
+    """This also holds without root, where program and init have the same user."""
     head = "import ctypes, os, resource, signal, time\n"
     programs = {
         name: f"{head}try:\n  exec({what!r})\nexcept OSError: pass\ntime.sleep(.2)\nprint('done')"
@@ -132,7 +132,7 @@ programs = json.loads({json.dumps(programs)!r})
 ends = {{}} if isolation_fault() else {{name: run_python(text).stdout for name, text in programs.items()}}
 print(json.dumps([os.getuid(), ends]))
 """)
-    # Another number for this user: who is root here is none there, with the same files.
+    # Another user id for the same user: root has no privileges inside, and owns the same files.
     command = ["unshare", "--map-user=65534", "--map-group=65534", sys.executable, str(tmp_path / "user.py")]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     user, ends = json.loads(subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout)
@@ -197,7 +197,7 @@ print(total)
 
 
 def test_a_program_is_the_first_victim_of_the_oom_killer() -> None:
-    # It has no /proc to read it from; elsewhere the number stands where everybody reads it.
+    # The program has no /proc to read the token from. Without isolation the token is world-readable there.
     program = "import os\nprint(os.path.exists('/proc') and open('/proc/self/oom_score_adj').read())"
     assert run_python(program).stdout in ("False\n", "1000\n\n")
 
@@ -234,7 +234,7 @@ def test_the_filter_decides_by_number_argument_and_architecture(machine: str) ->
     assert outcome(machine, LIMITS_OF[machine], 0) == ALLOW
     assert outcome(machine, LIMITS_OF[machine], 1) == not_permitted
     assert outcome(machine, 0) == outcome(machine, 1) == outcome(machine, 59) == ALLOW
-    # Numbers of another convention mean other calls.
+    # Call numbers have another meaning in another calling convention.
     assert outcome(machine, 0, architecture=0x40000003) == 0x80000000
     assert outcome(machine, 0x40000000 + 41) == no_such_call
 

@@ -22,7 +22,7 @@ def python(limit: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def as_nobody(limit: str, code: str) -> subprocess.CompletedProcess[str]:
-    """Run code as a user without rights, whom the kernel holds to limits; `os` has been imported."""
+    """Run code as a user without privileges, for whom the kernel enforces limits. `os` is imported."""
     drop = "import os, resource; from plugins.start_checks import limits; "
     if os.getuid() == 0:
         drop += "os.setgroups([]); os.setuid(65534); "
@@ -63,7 +63,7 @@ def test_a_user_with_enough_processes_is_not_refused() -> None:
     ],
 )
 def test_a_folder_that_cannot_be_written_to_is_refused_with_its_name(assignment: str, remedy: str) -> None:
-    # /proc takes no file from anybody, whoever the tests run as.
+    # Not even root can create files in /proc.
     code = f"from plugins.start_checks import limits; {assignment}; limits.check_machine('local', 1)"
     done = python("true", "-c", code)
     assert re.search(says("ValueError", "/proc", "cannot be written to", remedy), done.stderr)

@@ -1,4 +1,4 @@
-"""Writes that a run makes late are tried before it starts."""
+"""Writes that happen late in a run are tried before it starts."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from training.run.checkpoint import CheckpointError, Checkpoints
 from training.run.checkpoint_size import checkpoint_bytes
 
 HUGE = LARGE | {"num_hidden_layers": 2000}
-"""Its checkpoint takes over 25 TB."""
+"""Its checkpoint needs more than 25 TB."""
 
 
 def grpo(folder: Path, model: str, **checkpoint: Any) -> GRPOConfig:
@@ -31,7 +31,7 @@ def grpo(folder: Path, model: str, **checkpoint: Any) -> GRPOConfig:
 
 
 def test_a_checkpoint_is_as_large_as_weights_optimizer_and_export_together(tmp_path: Path) -> None:
-    # 16 bytes of a parameter: its master weight and two moments in the state, and the export.
+    # 16 bytes per parameter: the master weight and two moments in the state, and the export.
     tiny = folder_of(tmp_path / "tiny", LARGE, model={"a": [10, 10], "lm_head.weight": [5]})
     assert checkpoint_bytes(grpo(tmp_path, tiny)) == 105 * 16
     assert checkpoint_bytes(grpo(tmp_path, str(tmp_path / "absent"))) == 0
@@ -48,7 +48,7 @@ def test_a_disk_without_space_for_a_checkpoint_is_refused(option: str, tmp_path:
 
 def test_checkpoints_that_are_kept_at_the_same_time_are_counted(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
-    # A third of the disk for each: two fit, and three do not, nor the files beside them.
+    # A third of the disk for each checkpoint: two fit, but three and their other files do not.
     model = folder_of(tmp_path / "model", LARGE, model={"a": [free // 16 // 3]})
     check_writes(grpo(tmp_path, model, every=1, keep=1), None, steps=2)
     check_writes(grpo(tmp_path, model, every=-1, keep=3), None, steps=100)

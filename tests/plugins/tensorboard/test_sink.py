@@ -45,7 +45,7 @@ def test_tensorboard_shows_numbers_and_samples_in_the_run_folder(tmp_path: Path)
     tracker.log(1, {"reward": 0.5, "note": "text", "heads": {"a": 2}, "done": True})
     tracker.log(2, {"reward": 0.25})
     tracker.samples(2, lambda: [{"prompt": "a|b\nc", "reward": 1.0}, {"reward": 0.0, "prompt": f"sk-{'k' * 20}"}])
-    # All of it is there at once, not when the tracker is closed.
+    # Everything is written immediately, before the tracker is closed.
     folder = tmp_path / "tensorboard"
     assert scalars(folder, "reward") == [(1, 0.5), (2, 0.25)]
     assert scalars(folder, "heads/a") == [(1, 2.0)]
@@ -75,7 +75,7 @@ def test_tensorboard_writes_to_the_configured_folder_and_is_off_by_default(tmp_p
 
 
 def test_without_tensorboard_the_run_continues_with_one_warning(tmp_path: Path) -> None:
-    # An environment that has what the tracker needs and no more.
+    # An environment that has only the packages that the tracker needs.
     (tmp_path / "packages").mkdir()
     (tmp_path / "packages" / "yaml").symlink_to(Path(yaml.__file__).parent)
     code = f"""

@@ -51,7 +51,7 @@ class OwnDataset(Dataset):
 
 
 def load(folder: Path, code: str, config: Mapping[str, Any] | None = None, **form: Any) -> list[dict[str, Any]]:
-    """Rows of the class OwnDataset of a file, made of one row of data."""
+    """Return the rows of the class OwnDataset in a file, created from one row of data."""
     path = folder / "own.py"
     path.write_text(code)
     (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
@@ -60,7 +60,7 @@ def load(folder: Path, code: str, config: Mapping[str, Any] | None = None, **for
 
 
 def with_items(items: str) -> str:
-    """A file whose class has these items."""
+    """Return a file with a class that has these items."""
     return f"""
 import numpy as np
 class OwnDataset:

@@ -16,7 +16,7 @@ ASK = [{"role": "user", "content": "1+1?"}]
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    """A row of verl's."""
+    """Return a row in verl's format."""
     base = {"data_source": "sums", "prompt": ASK, "ability": "math", "reward_model": {"style": "rule"}}
     base["reward_model"] = {"style": "rule", "ground_truth": "2"}
     return base | {"extra_info": {"split": "train", "index": 0}} | changes

@@ -1,4 +1,4 @@
-"""Tiny random models of the families that transformers and vLLM share, in sizes that vLLM's CPU kernels take."""
+"""Tiny random models of the families that transformers and vLLM share, in sizes supported by vLLM's CPU kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCAB = 64
 FIXED = ".e_score_correction_bias"
-"""A parameter that is not trained: no gradient reaches it."""
+"""A parameter without a gradient, which is not trained."""
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -101,7 +101,7 @@ DENSE: dict[str, dict[str, Any]] = {
 
 
 def write_family(family: str, folder: Path) -> Path:
-    """Write a random model of the family, with weights so large that every one shows in its log-probabilities."""
+    """Write a random model of the family. Its weights are so large that each of them affects its log-probabilities."""
     sizes = _SIZES | (MIXTURES | DENSE)[family]
     config = AutoConfig.for_model(
         family.removesuffix("_tied").removesuffix("_padded"), **({"tie_word_embeddings": False} | sizes)
@@ -129,6 +129,6 @@ def change(model: torch.nn.Module, seed: int, spread: float = 0.05) -> None:
 
 
 def weights_of(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Names and values of the parameters, as a training engine gathers them."""
+    """Return names and values of the parameters, as a training engine gathers them."""
     for name, parameter in model.named_parameters():
         yield name, parameter.detach()

@@ -1,4 +1,4 @@
-"""Adapters alone, from a trainer to vLLM engines, which add them to their weights. N all tokens."""
+"""Adapters sent separately from a trainer to vLLM engines. Legend: N all tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trainer(model: Path) -> TrainEngine:
-    """With adapters that matter."""
+    """A policy with adapters that are not 0."""
     options: dict[str, Any] = {"engine": "fsdp", "zero_stage": 2, "lora_rank": RANK, "lora_alpha": SCALE * RANK}
     engine = open_engine(load_policy(model, empty=True), TrainConfig(**options))
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def published(trainer: TrainEngine, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def gap_of(trainer: TrainEngine, responses: Batch, *, adapters: bool) -> float:
-    """The largest one between the log-probs of the engine and the trainer, in nats."""
+    """Return the maximum difference of the log-probs of engine and trainer, in nats."""
     compute = partial(policy_logprobs, temperature=1.0)
     gap_N = trainer.forward(responses, compute, adapters=adapters) - responses["rollout_logprob"]
     return float(gap_N[responses["action_mask"]].abs().max())

@@ -1,4 +1,4 @@
-"""vLLM request by request: streams, aborts, and weights that change while tokens are drawn."""
+"""Single requests to vLLM: streams, aborts, and weights that change during generation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG = SamplingConfig(max_new_tokens=POSITIONS - 8)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Without an end token that comes up, so that requests last.
+    # A model that generates no end token, so that requests last long.
     folder = write_vllm_model(tmp_path_factory.mktemp("async") / "old", seed=21, tied=True)
     for name in ("config.json", "generation_config.json"):
         settings = (folder / name).read_text()
@@ -56,7 +56,7 @@ def engine(loop: asyncio.AbstractEventLoop, model: Path) -> Iterator[AsyncVLLMEn
 
 
 def logprobs_of(model: Path, prompt: list[int], drawn: Generation) -> torch.Tensor:
-    """[tokens] what the trainer says of what was drawn."""
+    """Return the trainer's log-probabilities [tokens] of the generated tokens."""
     batch = Batch.from_rows({"tokens": [[*prompt, *drawn.tokens]]})
     return token_logprobs(load_policy(model), batch).logprob_N[len(prompt) :].detach()
 
@@ -81,7 +81,7 @@ def test_a_request_streams_the_tokens_of_the_synchronous_engine(
     assert (logprobs_of(model, prompt, drawn) - torch.tensor(drawn.logprobs)).abs().max() < 1e-4
     synchronous = VLLMRolloutEngine(model, CONFIG)
     assert answers_of(synchronous.generate(prompts_of([prompt]), sampling)) == [drawn.tokens]
-    # Rows with limits of their own; the second is the same request with another one.
+    # Rows with different limits. The second row is the same request with another limit.
     limited = prompts_of([prompt, prompt]).with_sequences(
         prompt_id=torch.zeros(2, dtype=torch.int64), max_new_tokens=torch.tensor([20, 3])
     )
@@ -116,7 +116,7 @@ def test_an_invalid_request_is_rejected_immediately(loop: asyncio.AbstractEventL
         engine.submit([], SamplingConfig())
     with pytest.raises(ValueError, match=says("9 tokens", f"max_new_tokens={POSITIONS - 8}", POSITIONS)):
         engine.submit([2] * 9, SamplingConfig(max_new_tokens=POSITIONS - 8))
-    assert loop.run_until_complete(engine.sleep(2)) == 0  # on a CPU nothing is freed, and nothing dropped
+    assert loop.run_until_complete(engine.sleep(2)) == 0  # on a CPU nothing is freed or dropped
     with pytest.raises(ValueError, match=r"wake\(\)"):
         engine.submit([2], SamplingConfig())
     loop.run_until_complete(engine.wake())
@@ -128,7 +128,7 @@ def test_an_invalid_request_is_rejected_immediately(loop: asyncio.AbstractEventL
 def test_weights_may_change_within_a_request_and_each_token_has_its_weight_version(
     loop: asyncio.AbstractEventLoop, engine: AsyncVLLMEngine, model: Path, newer: Path, tmp_path: Path
 ) -> None:
-    """After it this engine has the newer weights, so it is the last test of the file."""
+    """Afterwards this engine has the newer weights, so this is the last test of the file."""
     prompt = [3, 5, 8]
     publisher = WeightPublisher(tmp_path / "w")
     handle = publisher.publish(7, load_policy(newer).named_parameters(), with_digests=True)
@@ -139,14 +139,14 @@ def test_weights_may_change_within_a_request_and_each_token_has_its_weight_versi
         for _ in range(10):
             await anext(first)
         await engine.pause()
-        # What was under way when it paused still comes; a request that continues nevertheless would end the loop.
+        # Output from before the pause still arrives. A request that continued nevertheless would end the loop.
         with pytest.raises(TimeoutError):
             while True:
                 await asyncio.wait_for(anext(first), 0.5)
         await engine.resume()
         receiving, late = asyncio.create_task(engine.receive(handle, verify=True)), []
         while not receiving.done():
-            # At any time of it a request may come.
+            # A request may arrive at any of these moments.
             late.append(engine.submit(prompt, SamplingConfig(max_new_tokens=1), prompt_id=len(late)))
             await asyncio.sleep(0.002)
         await receiving
@@ -162,12 +162,12 @@ def test_weights_may_change_within_a_request_and_each_token_has_its_weight_versi
         logprobs_T = torch.tensor(each.logprobs)
         old, new = logprobs_of(model, prompt, each), logprobs_of(newer, prompt, each)
         assert (old - logprobs_T)[:changed].abs().max() < 1e-4
-        # What was read by the old weights was read again, so these are the new ones' own numbers.
+        # The prefix was computed again with the new weights, so these are the log-probabilities of the new weights.
         assert (new - logprobs_T)[changed:].abs().max() < 1e-4
     greedy = SamplingConfig(temperature=0, max_new_tokens=12)
     now = loop.run_until_complete(response(engine, prompt, greedy))
     expected = HFRolloutEngine(newer).generate(prompts_of([prompt]), greedy)
-    # The newer model's own end token is not this engine's.
+    # The end token of the newer model is not that of this engine.
     assert set(now.versions) == {7}
     assert now.tokens[: len(answers_of(expected)[0])] == answers_of(expected)[0]
     assert engine.weight_version == 7

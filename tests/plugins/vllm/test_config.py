@@ -1,4 +1,4 @@
-"""The models and temperatures that vLLM takes; nothing here starts it."""
+"""Models and temperatures that vLLM supports. No test starts vLLM."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from training.options.placement_options import PlacementOptions
 from training.options.rollout_options import RolloutOptions
 
 pytestmark = pytest.mark.full
-"""vLLM is installed, which the default tier does not ask for."""
+"""vLLM must be installed, which is not the case in the default tier."""
 
 
 def test_auto_selects_hf_for_temperatures_outside_of_the_range_of_vllm() -> None:

@@ -1,4 +1,7 @@
-"""The vLLM engine in this process, beside the hf engine and the trainer. B sequences, N all tokens, V vocabulary."""
+"""The vLLM engine in this process, compared with the hf engine and the trainer.
+
+Legend: B sequences, N all tokens, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,7 @@ def test_tokens_depend_only_on_seed_step_prompt_and_sample(engine: VLLMRolloutEn
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
     shuffled = answers_of(engine.generate(prompts.select(order), sampling))
     assert shuffled == [whole[i] for i in order.tolist()]
-    # As two engines share them.
+    # The arguments for two engines that share a GPU.
     assert answers_of(engine.generate(prompts.select(slice(0, 20)), sampling)) == whole[:20]
     for other in (SamplingConfig(max_new_tokens=10, seed=8, step=3), SamplingConfig(max_new_tokens=10, seed=7, step=4)):
         assert answers_of(engine.generate(prompts, other)) != whole
@@ -93,7 +96,8 @@ def test_tokens_depend_only_on_seed_step_prompt_and_sample(engine: VLLMRolloutEn
 
 
 def test_more_seeded_prompts_than_the_batch_limit_do_not_crash_the_engine(engine: VLLMRolloutEngine) -> None:
-    # 180 x 100 = 18,000 tokens, and 16,384 at a time: vLLM would read one of them in two parts, which it cannot.
+    # 180 x 100 = 18,000 tokens, and 16,384 per prefill: vLLM would split one of the prompts, which it cannot do with
+    # seeds.
     rows = [[2 + (i + 7 * t) % 18 for t in range(100)] for i in range(180)]
     responses = engine.generate(prompts_of(rows), SamplingConfig(max_new_tokens=2))
     assert len(responses) == 180
@@ -116,7 +120,7 @@ def test_top_p_and_top_k_give_the_tokens_and_log_probabilities_of_hf(
     assert actual.keys() == expected.keys()
     assert 1 < len(actual) <= (top_k or 20)
     assert all(abs(actual[token] - expected[token]) < 1e-5 for token in actual)
-    # They are those of what is left: together certain.
+    # Probabilities are those after truncation: together they sum to 1.
     assert abs(float(torch.tensor(list(actual.values())).exp().sum()) - 1) < 1e-4
 
 
@@ -160,7 +164,7 @@ def test_an_engine_does_not_change_random_state_threads_or_default_dtype(model: 
     assert torch.get_default_dtype() == torch.float32
     torch.set_num_threads(1)
     assert torch.get_num_threads() == 1
-    # Without a prefix cache the tokens are the same.
+    # Tokens are the same without a prefix cache.
     shared = prompts_of([[3, 5, 8, *([7] * 60), i] for i in range(8)])
     sampling = SamplingConfig(max_new_tokens=6)
     cached = open_rollout_engine(model, SMALL)

@@ -42,10 +42,10 @@ def largest_gap(engine: VLLMRolloutEngine, model: torch.nn.Module, seed: int) ->
 
 def check_family(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare an engine with the trainer through two weight syncs."""
-    # Here its correction bias is 0, which vLLM ignores rightly.
+    # The correction bias is 0 here, which vLLM rightly ignores.
     monkeypatch.delitem(WRONG_ON_CPU, "ernie4_5_moe")
     path = write_family(family, folder / "model")
-    # Loaded first, as vLLM changes some classes of transformers in its process.
+    # Loaded first, because vLLM changes classes of transformers in its process.
     model = load_policy(path).eval()
     engine = VLLMRolloutEngine(path, VLLMRolloutConfig(cpu_cache_gb=0.1))
     try:

@@ -36,7 +36,7 @@ def new_model(worker: Any) -> Any:
     config = worker.vllm_config
     context = config.compilation_config.static_forward_context
     layers = dict(context)
-    # vLLM takes each name of an attention layer once.
+    # vLLM accepts each name of an attention layer once.
     context.clear()
     try:
         with set_current_vllm_config(config):

@@ -1,4 +1,4 @@
-"""Engine arguments that a run passes to vLLM, and those that it refuses before anything starts."""
+"""Engine arguments that a run passes to vLLM, and arguments that it refuses before the start."""
 
 from __future__ import annotations
 

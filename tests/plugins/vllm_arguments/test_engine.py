@@ -1,4 +1,6 @@
-"""Engine arguments in a real vLLM engine: those that change speed keep log-probabilities, a rounded cache does not."""
+"""Engine arguments in a real vLLM engine: arguments for speed keep the log-probabilities, a quantised cache
+does not.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ TEMPERATURE = 0.7
 
 
 def gap_of(model: Path, **arguments: Any) -> Tensor:
-    """Return the absolute differences of the log-probabilities of engine and trainer for drawn tokens, in nats."""
+    """Return the absolute differences between the log-probabilities of engine and trainer, in nats."""
     engine = VLLMRolloutEngine(model, VLLMRolloutConfig(cpu_cache_gb=0.1, arguments=arguments))
     responses = engine.generate(uneven_prompts(16), SamplingConfig(temperature=TEMPERATURE, max_new_tokens=64))
     cache = engine._llm.llm_engine.vllm_config.cache_config

@@ -106,7 +106,7 @@ def test_wandb_without_a_key_is_offline_with_a_warning(tmp_path: Path, caplog: p
 def test_unreachable_wandb_is_offline_and_the_key_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # no process listens there
     key = "0123456789abcdef" * 2 + "01234567"
     tracker = Tracker(tmp_path, "toy", {}, seed=0, sinks={"wandb": {"key": key, "init_timeout": 10.0}})
     tracker.log(1, {"reward": 0.5})
@@ -139,7 +139,7 @@ def test_a_resumed_run_continues_its_wandb_run_and_its_steps_may_decrease(
     assert rows == [[(1, 1), (2, 1), (3, 1)], [(2, 2), (3, 2)]]
     runs = [first_run(records) for records in attempts]
     assert [run.run_id for run in runs] == [state["wandb_id"]] * 2
-    # What makes `wandb sync` add the second part to the first, where it would replace it.
+    # With this record `wandb sync` appends the second part to the first one instead of replacing it.
     assert [run.resume for run in runs] == [False, True]
     for records in attempts:
         metrics = {r.metric.glob_name or r.metric.name: r.metric for r in records if r.HasField("metric")}
@@ -151,7 +151,7 @@ def test_without_wandb_there_is_no_run_id_and_a_new_run_gets_a_new_one(
 ) -> None:
     state = {"wandb_id": "abcdefgh"}
     assert Tracker(tmp_path, "toy", {}, seed=0, state=state).state_dict() == {}
-    # An attempt whose W&B fails keeps the id for the next one.
+    # An attempt whose W&B fails passes the id on to the next attempt.
     monkeypatch.setenv("WANDB_MODE", "no such mode")
     broken = Tracker(tmp_path, "toy", {}, seed=0, sinks={"wandb": {}}, state=state)
     assert "W&B" not in broken._sinks
@@ -196,7 +196,7 @@ def test_a_dead_wandb_service_gives_one_warning(tmp_path: Path) -> None:
         text=True,
         timeout=540,
         cwd=PROJECT,
-        # Without WANDB_SERVICE, which would lead to the service of this process.
+        # Without WANDB_SERVICE, which would select the service of this process.
         env={name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"} | {"WANDB_MODE": "offline"},
     )
     assert done.returncode == 0, done.stderr
@@ -225,7 +225,7 @@ SECRETS = {
 def test_no_file_of_the_run_folder_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = tmp_path / "code"
     code.mkdir()
-    # W&B would look at the repository it is started in, and at the command line.
+    # W&B would read the repository of the working directory, and the command line.
     subprocess.run(["git", "init", "-q", str(code)], check=True)
     address = f"https://{SECRETS['hub']}:{SECRETS['login']}@host/x.git"
     subprocess.run(["git", "-C", str(code), "remote", "add", "origin", address], check=True)
@@ -242,7 +242,7 @@ def test_no_file_of_the_run_folder_has_a_key(tmp_path: Path, monkeypatch: pytest
         "remote": {"url": f"https://me:{SECRETS['login']}@host", "api_key": SECRETS["nested"]},
         "command": ["main.py", "--use_wandb", SECRETS["argument"], f"judge.token={SECRETS['listed']}"],
     }
-    # Of a login that was met in an address alone, only the address tells that it is one.
+    # A login that occurs only in a URL can be recognised only there.
     everything = (
         " ".join(value for name, value in SECRETS.items() if name != "login") + f" ftp://a:{SECRETS['login']}@b"
     )
@@ -264,7 +264,7 @@ def test_no_file_of_the_run_folder_has_a_key(tmp_path: Path, monkeypatch: pytest
     assert any("tfevents" in path.name for path in files)
     leaks = [(name, path) for name, value in SECRETS.items() for path in files if value.encode() in files[path]]
     assert leaks == []
-    # The search would find one: what is not secret is there, in each of the same places.
+    # Check of the search: values that are not secret are found in each of these files.
     assert sum(b"***" in content for content in files.values()) >= 6
 
 

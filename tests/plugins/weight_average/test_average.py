@@ -1,4 +1,4 @@
-"""The average by hand and against a slow loop; and in real engines, on one rank and on two."""
+"""The moving average, calculated by hand and by a slow loop, and in real engines on one rank and on two."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ def test_the_average_of_two_steps_equals_a_calculation_by_hand() -> None:
     average = WeightAverage(0.75, [("a", torch.tensor([4.0, -2.0])), ("b", torch.tensor([[1.0]]))])
     assert average.tensors["a"].tolist() == [4.0, -2.0]
     average.update([("a", torch.tensor([8.0, -2.0])), ("b", torch.tensor([[0.0]]))])
-    # 8 / 4 + 4 * 3 / 4 = 5; what stays, stays; 0 / 4 + 1 * 3 / 4 = 0.75
+    # 8 / 4 + 4 * 3 / 4 = 5. A constant weight stays equal. 0 / 4 + 1 * 3 / 4 = 0.75
     assert average.tensors["a"].tolist() == [5.0, -2.0]
     assert average.tensors["b"].tolist() == [[0.75]]
     average.update([("a", torch.tensor([1.0, 2.0])), ("b", torch.tensor([[-4.0]]))])
@@ -65,7 +65,7 @@ def test_the_average_equals_a_scalar_loop(
     for name in names:
         columns = zip(*(parameters[name].tolist() for parameters in history), strict=True)
         expected = torch.tensor([scalar_average(beta, list(values)) for values in columns], dtype=torch.float32)
-        # Each step rounds a few times, by at most 6e-8 of the largest value there was.
+        # Each step rounds a few times, each time by at most 6e-8 of the largest value so far.
         torch.testing.assert_close(average.tensors[name], expected, rtol=1e-6, atol=4e-6 * scale)
 
 
@@ -111,7 +111,7 @@ class Run(NamedTuple):
 
 
 RunOf = Callable[[int], Run]
-"""The run of so many ranks."""
+"""Return the records of the run with this number of ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,9 @@ def equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
 @pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 @pytest.mark.parametrize("case", worker.AVERAGED)
 def test_an_engine_averages_the_weights_of_each_step(run_of: RunOf, world_size: int, case: str) -> None:
-    """Against the formula in float64, over 5 steps. bfloat16 weights would be 1e-3 off: the masters are averaged."""
+    """Compared with the formula in float64 over 5 steps. bfloat16 weights would differ by 1e-3, so the master weights
+    are averaged.
+    """
     record = run_of(world_size).ranks[0][case]
     assert equal(record["start"]["average"], record["start"]["masters"])
     expected = {name: weight.double() for name, weight in record["start"]["masters"].items()}
@@ -218,7 +220,7 @@ def test_a_state_with_an_incomplete_average_is_refused(run_of: RunOf, world_size
 
 @pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
 def test_a_step_that_fails_is_not_averaged(run_of: RunOf, world_size: int) -> None:
-    """One good step from the state in which the average is the weights, then one whose gradient is infinite."""
+    """One good step from the state whose average equals the weights, then one with an infinite gradient."""
     record = run_of(world_size).ranks[0]
     assert "grad_norm=" in record["failed"]["message"]
     for name, weight in record["failed"]["masters"].items():

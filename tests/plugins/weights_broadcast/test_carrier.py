@@ -137,7 +137,7 @@ def test_a_reader_that_stops_within_a_version_gets_the_next() -> None:
     began.start()
     name, tensor = next(arriving)
     assert torch.equal(tensor, weights()[name] + 2)
-    # Who stops in the middle is in no group any more, and has the next version from a new one.
+    # A reader that stops within a version has left the group, and gets the next version in a new group.
     arriving.close()
     began.join()
     began = threading.Thread(target=send, args=(broadcaster, 3))

@@ -86,7 +86,7 @@ def test_a_rank_continues_without_engines_or_with_a_silent_one(folder: Path, cap
         next(read_sent(folder, 1, timeout_seconds=60))
     silent = read_sent(folder, 2, timeout_seconds=60)
     reader = threading.Thread(target=next, args=(silent,))
-    reader.start()  # takes the first bucket, and never comes back for the next
+    reader.start()  # receives the first bucket, and never requests the next one
     assert list(dict(sender.sent(2, weights().items()))) == list(weights())
     assert "given up: TimeoutError" in caplog.text
     assert time.monotonic() - began < 30
@@ -118,7 +118,8 @@ def test_a_rank_does_not_wait_for_an_engine_that_has_ended(folder: Path, caplog:
     list(sender.sent(4, weights().items()))
     assert time.monotonic() - began < REPLACEMENT_S + 5
     assert "version 4 of the weights: 0 of 1 readers on cpu came" in caplog.text
-    # The replacement comes while version 5 is sent, and is late for version 4 without a wait.
+    # The replacement starts while version 5 is sent. It requests version 4, which is no longer available, without
+    # waiting.
     replacement = FORKS.Process(target=read, args=(folder, 5, None, reports_queue))
     replacement.start()
     list(sender.sent(5, weights().items()))
@@ -228,7 +229,7 @@ def test_vllm_uses_a_sent_version_or_requests_it_if_the_transfer_is_aborted(
         assert announced is not None
         sending = threading.Thread(target=send, args=(version, model, breaks))
         sending.start()
-        with suppress(EOFError, OSError):  # read or write at a closed connection
+        with suppress(EOFError, OSError):  # read from or write to a closed connection
             engine.receive(announced, verify=True)
         sending.join()
         assert engine.has_weights is not breaks

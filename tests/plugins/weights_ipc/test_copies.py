@@ -24,7 +24,7 @@ from tests.components.helpers.written_bytes import WrittenBytes
 CPU = torch.device("cpu")
 BUCKET_BYTES = 2**15
 MOST_WRITES = 3
-"""Bucket of the rank, copy of the engine, parameter of the engine."""
+"""Writes into the rank's bucket, the engine's copy and the engine's parameter."""
 
 
 def trained_weights() -> dict[str, Tensor]:
@@ -55,10 +55,10 @@ def test_a_byte_is_written_three_times_at_most(tmp_path: Path) -> None:
     sender.close()
     for name, tensor in weights.items():
         assert torch.equal(loaded[name], tensor.detach().to(torch.bfloat16)), name
-    # The first time that a bucket is mapped, torch moves it into shared memory. It maps a bucket on a GPU where it is.
+    # When a bucket is mapped for the first time, torch moves it into shared memory. On a GPU it is mapped in place.
     moved = sent.by_operation.pop("copy_")
     assert (moved, sent.calls.pop("copy_")) == (2 * BUCKET_BYTES, 2)
-    # Each tensor begins at an aligned offset, and the engine copies the gaps too.
+    # Each tensor begins at an aligned offset, and the engine also copies the gaps.
     gaps = ALIGNMENT * len(weights)
     assert sent.by_operation == {"_foreach_copy_": nbytes}
     assert MOST_WRITES * nbytes <= sent.total + received.total <= MOST_WRITES * nbytes + gaps, received.by_operation

@@ -58,7 +58,7 @@ def port_of(handle: WeightHandle) -> int:
 
 def start_worker(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.components.helpers.weight_worker", *arguments]
-    # Blocks below 32 MiB would stay with the process when they are freed; a real bucket is larger.
+    # The allocator keeps freed blocks below 32 MiB. A real bucket is larger.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -116,9 +116,9 @@ def test_the_parts_of_an_engine_get_a_version_through_the_network_once(
     tmp_path: Path, publisher: WeightPublisher
 ) -> None:
     handle = elsewhere(publisher.publish(1, some_weights().items(), with_digests=True))
-    (tmp_path / "arriving" / "weights-00000001.partial").mkdir(parents=True)  # of a predecessor that was killed
+    (tmp_path / "arriving" / "weights-00000001.partial").mkdir(parents=True)  # folder of a killed predecessor
     with nearby(handle, tmp_path / "arriving", readers=2) as here:
-        publisher.close()  # nobody asks it again
+        publisher.close()  # no request is sent to it again
         first = dict(read_weights(here))
         arrived = dict(read_weights(here))
         for name, tensor in some_weights().items():
@@ -153,7 +153,7 @@ def test_a_reader_holds_one_bucket_and_its_death_does_not_affect_others(
     with start_worker("read", str(tmp_path / "handle")) as reader:
         output, _ = reader.communicate(timeout=300)
     assert reader.returncode == 9
-    # Of 64 MiB one bucket of 4, the clone of its only tensor, and what the connection needs.
+    # Of 64 MiB one bucket of 4 MiB, the clone of its only tensor, and the buffers of the connection.
     assert 4 * 2**20 < int(output) < 16 * 2**20
     with caplog.at_level(logging.WARNING):
         assert len(list(read_weights(elsewhere(handle)))) == NUM_WEIGHTS

@@ -1,4 +1,4 @@
-"""generation_config.json is saved without what transformers refuses to save."""
+"""generation_config.json is saved without settings that transformers refuses to save."""
 
 import json
 from pathlib import Path

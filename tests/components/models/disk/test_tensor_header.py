@@ -1,4 +1,4 @@
-"""Damaged and hostile files of a model are one line, quickly, before anything starts."""
+"""Damaged and hostile model files are refused quickly, in one line, before anything starts."""
 
 import json
 import re
@@ -86,7 +86,7 @@ def test_an_index_with_missing_files_or_of_a_wrong_type_is_refused(tmp_path: Pat
 
 
 def test_files_written_by_safetensors_are_accepted(tmp_path: Path) -> None:
-    check_weight_files(tmp_path)  # there may be none
+    check_weight_files(tmp_path)  # there may be no message
     tensors = {"a": torch.ones(3, 2), "b": torch.ones(5, dtype=torch.bfloat16), "empty": torch.ones(0)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     check_weight_files(tmp_path)

@@ -1,4 +1,4 @@
-"""A model that is made empty, and read by whoever keeps its parts, is the model that is loaded whole."""
+"""A model that is created empty and read by shards equals a fully loaded one."""
 
 import filecmp
 import gc
@@ -89,7 +89,7 @@ def test_a_model_created_empty_trains_bit_equal_to_a_fully_loaded_one(
 def test_a_rank_reads_only_its_shard_of_the_files(ranks: list[dict[str, dict[bool, Any]]]) -> None:
     for record in ranks:
         read, kept = record["read"][True]
-        # Of 75,584 float32 numbers its share; and the header, which has 26 names.
+        # A share of 75,584 float32 numbers, and the header, which has 26 names.
         assert kept == 4 * 75_584 // len(ranks)
         assert kept <= read < kept + 10_000
 
@@ -139,7 +139,7 @@ def test_an_export_frees_written_tensors_and_splits_large_models_with_an_index(t
     model = experts()
     model.save_pretrained(tmp_path / "stored")
     model = load_policy(tmp_path / "stored")
-    # The one that was written last is still named in the loop.
+    # The loop variable still refers to the last written tensor.
     assert max(export(model, tmp_path / "exported", file_bytes=20_000)) == 1
     index = json.loads((tmp_path / "exported" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3

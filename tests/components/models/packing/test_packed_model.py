@@ -1,4 +1,6 @@
-"""B sequences, N all their tokens end to end, T tokens of one, S of one attention call, H heads, D size of a head."""
+"""Legend: B sequences, N all their tokens end to end, T tokens of one sequence, S of one attention call, H heads, D
+head size.
+"""
 
 import copy
 import math
@@ -25,7 +27,7 @@ from tests.components.helpers import packing_cases
 from tests.components.helpers.ranks import run_ranks
 from tests.messages import says
 
-# Lengths 11, 1, 8, 2: longer and shorter than the windows of 4 below, and one that predicts nothing.
+# Lengths 11, 1, 8, 2: longer and shorter than the windows of 4 below, and one sequence without a predicted token.
 ROWS = [[2, 5, 9, 0, 1, 7, 7, 3, 4, 5, 6], [7], [2, 3, 4, 5, 6, 7, 8, 1], [11, 0]]
 SMALL: dict[str, Any] = {
     "vocab_size": 20,
@@ -107,7 +109,7 @@ def test_values_and_gradients_equal_those_of_separate_sequences(
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    # The model's own attention, which knows nothing of packing.
+    # The model's original attention, which does not support packing.
     reference = load_policy(folder_of(name), attn_implementation="eager").eval()
     packed_2N = both(model, batch)
     alone_2N = torch.cat([both(reference, batch.select([i])) for i in range(len(batch))], 1)
@@ -149,12 +151,12 @@ def test_attention_is_computed_within_each_sequence_and_without_padding(tied_mod
     model, sizes = load_policy(tied_model, packing=True), []
     model.get_input_embeddings().register_forward_hook(lambda *call: sizes.append(list(call[1][0].shape)))
     both(model, batch)
-    # 11 + 1 + 8 + 2 tokens, without the last one of each sequence.
+    # 11 + 1 + 8 + 2 tokens, without the last token of each sequence.
     assert sizes == [[1, 18]]
 
 
 def test_the_soft_cap_of_attention_is_applied(folder_of: Callable[[str], Path], batch: Batch) -> None:
-    # As transformers' sdpa does without a word.
+    # transformers' sdpa silently does this.
     choices: list[dict[str, Any]] = [
         {"attn_implementation": "eager"},
         {},
@@ -199,7 +201,7 @@ def test_unpacked_calls_of_a_model_with_packing_are_unchanged(folder_of: Callabl
 
 
 def test_attention_dropout_has_its_configured_rate(tied_model: Path) -> None:
-    # One query sees one key: its value comes with probability 0.75, 1 / 0.75 times as large.
+    # One query sees one key. With probability 0.75 its value is kept, multiplied by 1 / 0.75.
     torch.manual_seed(0)
     model = load_policy(tied_model, packing=True)
     attention: Any = next(module for module in model.modules() if hasattr(module, "attention_dropout"))
@@ -214,7 +216,8 @@ def test_attention_dropout_has_its_configured_rate(tied_model: Path) -> None:
 
 
 def test_soft_cap_window_and_sinks_equal_a_calculation_by_hand() -> None:
-    # Scores of the third token with a window of 2: 4 and 6, capped to 5 tanh(4/5) and 5 tanh(6/5); a sink of 1 beside.
+    # Scores of the third token with a window of 2: 4 and 6, capped to 5 tanh(4/5) and 5 tanh(6/5). The attention sink
+    # has 1.
     query_11SD = torch.tensor([[[[0.0], [0.0], [2.0]]]])
     key_11SD = torch.tensor([[[[9.0], [2.0], [3.0]]]])
     value_11SD = torch.tensor([[[[7.0], [1.0], [10.0]]]])
@@ -235,7 +238,8 @@ def test_soft_cap_window_and_sinks_equal_a_calculation_by_hand() -> None:
 
 
 def test_micro_batches_are_limited_by_computed_places(batch: Batch) -> None:
-    # Sorted: 1, 2, 8, 11 tokens. Padded, 8 with 2 before it are 24 tokens; packed 11, and 22 in all.
+    # Sorted lengths: 1, 2, 8, 11. Padded, 8 and two shorter sequences are 24 places. Packed they are 11, and all are
+    # 22.
     assert [index.tolist() for index in batch.micro_batch_indices(11)] == [[1, 3], [2], [0]]
     assert [index.tolist() for index in batch.micro_batch_indices(11, packing=True)] == [[1, 3, 2], [0]]
     assert [index.tolist() for index in batch.micro_batch_indices(22, packing=True)] == [[1, 3, 2, 0]]
@@ -281,7 +285,7 @@ def test_every_engine_trains_equally_with_packing_chunks_and_padding(record: dic
     precision = packing_cases.CASES.get(case, {}).get("precision", "fp32")
     kind = "value" if case.startswith("value") else precision
     actual, expected = record[case], record[f"{packing_cases.PLAIN}-{kind}"]
-    # In bfloat16 with the rounding of one, which differs with the order of sums.
+    # In bfloat16 within one rounding step, because the order of sums differs.
     atol = 1e-5 if precision == "fp32" else 0.05
     torch.testing.assert_close(actual["before"], expected["before"], rtol=0, atol=atol)
     torch.testing.assert_close(actual["after"], expected["after"], rtol=0, atol=5 * atol)
