@@ -119,7 +119,7 @@ def places_in(path: Path) -> dict[str, list[tuple[int, str]]]:
 
 
 def comments_in(path: Path) -> int:
-    """Return the number of comments of a file that say something to a reader."""
+    """Return the number of comments of a file, without those that only address tools."""
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
     return sum(1 for token in tokens if token.type == tokenize.COMMENT and not NO_COMMENT.match(token.string))
 

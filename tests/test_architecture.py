@@ -1,4 +1,4 @@
-"""The layers, sizes and files of the project are what tests/architecture.py asks for, and it finds what is not."""
+"""The layers, sizes and files of the project follow the rules of tests/architecture.py, and violations are reported."""
 
 import shutil
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def test_the_project_follows_the_rule(check: Callable[[Path], list[str]]) -> Non
 
 
 def test_import_core_is_quick() -> None:
-    # The least of several in CPU seconds: what an idle machine takes, measured on one that need not be idle.
+    # The minimum of several measurements in CPU seconds, so that a busy machine does not matter.
     code = "import time; t = time.process_time(); import core; print(time.process_time() - t)"
     seconds: list[float] = []
     while len(seconds) < 10 and min(seconds, default=IMPORT_CORE_S) >= IMPORT_CORE_S:

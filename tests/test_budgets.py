@@ -1,4 +1,4 @@
-"""The budget of CPU seconds of tests/cpu_budget.py, tried on small suites in processes of their own."""
+"""The budget of CPU seconds of tests/cpu_budget.py, tested with small suites in separate processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of check_gpu.py without a GPU and without the libraries that it must not need."""
+"""Tests of check_gpu.py without a GPU and without the libraries that it does not require."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.messages import says
 pytestmark = pytest.mark.full  # each process imports torch and transformers
 
 ROOT = Path(__file__).resolve().parents[1]
-# Python reads it at the start of each process: these modules are then as if they were not installed.
+# Python imports this file at the start of each process, after which these modules seem not to be installed.
 WITHOUT = """
 from importlib.machinery import PathFinder
 find_spec = PathFinder.find_spec
@@ -32,7 +32,7 @@ HEAVY = ("ray", "vllm", "deepspeed", "omegaconf", "pydantic")
 
 
 def check_gpu(folder: Path, *arguments: str, absent: tuple[str, ...] = HEAVY) -> subprocess.CompletedProcess[str]:
-    """Run the script with modules of these names missing."""
+    """Run the script as if these modules were not installed."""
     (folder / "sitecustomize.py").write_text(WITHOUT.format(absent=set(absent)))
     path = os.pathsep.join([str(folder), str(ROOT)])
     command = [sys.executable, str(ROOT / "scripts" / "check_gpu.py"), *arguments]
@@ -52,11 +52,11 @@ def test_all_cpu_checks_pass_without_ray_vllm_deepspeed_omegaconf_and_pydantic(t
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = [row["verdict"] for row in rows(tmp_path, "a").values()]
     assert set(verdicts) == {"ok", "measured"}
-    # 3 precisions of training with 2 rows, 2 of packing with 3, 2 of rounding, 2 x 2 temperatures x 2 of agreement, the
-    # vocabulary, 2 ways of sleep with 2, and 2 models with 2 lengths.
+    # Rows: 3 precisions of training with 2 each, 2 kinds of packing with 3 each, 2 of rounding, 2 x 2 temperatures x 2
+    # of agreement, the vocabulary, 2 kinds of sleep with 2 each, and 2 models with 2 lengths.
     assert verdicts.count("ok") == 6 + 6 + 2 + 8 + 1 + 4 + 4
-    # The machine and its 2 models, 2 kernels, the vocabulary, 2 optimizers, generation, and 2 lengths and the loss of
-    # grpo with and without checkpointing.
+    # Rows: the machine and its 2 models, 2 kernels, the vocabulary, 2 optimizers, generation, and 2 lengths and the
+    # loss of grpo with and without checkpointing.
     assert verdicts.count("measured") == 3 + 2 + 1 + 2 + 1 + 4 + 2
     carriers = [row for name, row in rows(tmp_path, "b").items() if name.startswith("weights by ")]
     assert [row["verdict"] for row in carriers] == ["ok"] * 5
@@ -99,7 +99,7 @@ def test_a_failed_check_is_a_row_with_its_error_and_the_other_checks_run(tmp_pat
     assert checks["generation"]["verdict"] == "FAILED"
     assert checks["generation"]["measured"] == f"ModuleNotFoundError: No module named '{missing}'"
     assert checks["machine"]["verdict"] == "measured"
-    assert rows(tmp_path, "b") == {}  # of an earlier run
+    assert rows(tmp_path, "b") == {}  # result of an earlier run
 
 
 def test_without_a_gpu_the_script_reports_it_and_ends_with_2(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""scripts/cluster on two Ray nodes that are both this machine.
+"""scripts/cluster with two Ray nodes on this machine.
 
-Ray and its job server are real; the commands of Slurm are stand-ins that run what they are given.
+Ray and its job server are real. Slurm's commands are replaced by scripts that run their arguments.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SUBMIT = ROOT / "scripts" / "cluster" / "submit.py"
 RAY = Path(sys.executable).with_name("ray")
 NODE = ["--num-cpus=8", "--num-gpus=0", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
 LIMIT_S = 500
-"""Against a hang; the slowest takes a fifth of it on a busy machine."""
+"""Timeout against a hang. The slowest test takes a fifth of it on a busy machine."""
 SMALL = "data.path=task:sort data.max_samples=4 prompts_per_step=4 samples_per_prompt=2 rollout.max_new_tokens=4"
 MAIN = """
 import sys
@@ -99,7 +99,7 @@ class RayNodes:
     env: dict[str, str]
     """Variables with the path of the token."""
     headers: dict[str, str]
-    """The token, for clients in the process of the tests, which may have a Ray with another one."""
+    """The token for clients in the process of the tests, which may have another Ray with another token."""
 
 
 def free_port() -> int:
@@ -108,7 +108,7 @@ def free_port() -> int:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Without this checkout on the path: what a job imports is what was shipped. And without the tests' own Ray."""
+    """Without this checkout on the path, so that a job imports the uploaded code. And without the tests' own Ray."""
     ours = ("PYTHONPATH", "RAY_ADDRESS", "RAY_AUTH")
     env = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return env | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"} | more
@@ -120,7 +120,7 @@ def await_nodes(count: int, address: str, env: dict[str, str]) -> None:
 
 
 def await_agent(address: str, headers: dict[str, str]) -> None:
-    """Wait until the job server takes a job: it needs a process of the head that comes up last."""
+    """Wait until the job server accepts a job, which needs a process of the head that starts last."""
     from ray.job_submission import JobSubmissionClient
 
     deadline = time.monotonic() + LIMIT_S
@@ -135,8 +135,8 @@ def await_agent(address: str, headers: dict[str, str]) -> None:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    """A head with a job server, and a node beside it with a folder of its own; ended by their ids."""
-    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # paths of sockets are short
+    """Start a head with a job server, and a second node with its own folder. They are ended by their process ids."""
+    folder = Path(tempfile.mkdtemp(prefix="r", dir="/tmp"))  # the paths of sockets have a maximum length
     (folder / "token").touch(mode=0o600)
     (folder / "token").write_text(secrets.token_hex(32))
     env = environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(folder / "token"))
@@ -147,7 +147,7 @@ def nodes() -> Iterator[RayNodes]:
     with (folder / "log").open("wb") as log:
         try:
             for count, words in enumerate((head, [f"--address=127.0.0.1:{port}", f"--temp-dir={folder / 'b'}"]), 1):
-                # Its usual port may be another cluster's, and without the agent no job is taken.
+                # The default port may belong to another cluster, and without the agent no job is accepted.
                 agent = f"--dashboard-agent-listen-port={free_port()}"
                 command = [str(RAY), "start", *NODE, *words, agent]
                 started.append(subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log))
@@ -163,7 +163,7 @@ def nodes() -> Iterator[RayNodes]:
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
-    """A recipe outside of the project, of two parts that say where they are, until they are stopped."""
+    """A recipe outside of the project with two roles that report their node until they are stopped."""
     folder = tmp_path / "elsewhere" / "toy"
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
@@ -175,7 +175,7 @@ def toy(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def module() -> ModuleType:
-    """submit.py, imported as a module."""
+    """Import submit.py as a module."""
     spec = importlib.util.spec_from_file_location("submit", SUBMIT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -270,7 +270,7 @@ def test_the_exit_code_is_that_of_the_run(nodes: RayNodes, toy: Path) -> None:
 
 @pytest.mark.full
 def test_an_unreachable_server_is_reported(toy: Path) -> None:
-    with socket.socket() as closed:  # bound, and nobody listens
+    with socket.socket() as closed:  # bound, but nothing listens
         closed.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
         done = submit("ray", toy, "--address", address, "--", "run_dir=/any")
@@ -308,7 +308,7 @@ def test_a_slurm_job_starts_its_nodes_and_ends_them_after_saving(toy: Path, tmp_
 
 
 def plan_of(run_dir: str, machines: int = 1) -> dict[str, Any]:
-    """As far as submit.py looks at a plan."""
+    """The parts of a plan that submit.py uses."""
     bundles = [{"machine": ["ACTOR", index]} for index in range(machines)]
     return {"config": {"run_dir": run_dir}, "placement": {"bundles": bundles}}
 
@@ -424,7 +424,7 @@ def test_a_script_restarts_once_in_the_python_of_the_project(tmp_path: Path) -> 
     )
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "made"], check=True, timeout=LIMIT_S)
     (tmp_path / ".venv").symlink_to("made")
-    hidden = tmp_path / "hidden"  # which Python it is, its own name does not say
+    hidden = tmp_path / "hidden"  # its name does not tell the version of Python
     hidden.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     hidden.chmod(0o755)
 

@@ -1,4 +1,4 @@
-"""Tests of the documentation: commands, code and links of its pages work, and its site can be built."""
+"""Tests of the documentation: commands, code and links of its pages are valid, and the site can be built."""
 
 import ast
 import dataclasses
@@ -30,7 +30,7 @@ class AgentInstance: ...
 def reward_func(queries, prompts, labels): ...
 def compute_score(data_source, solution_str, ground_truth, extra_info=None): ...
 """
-"""Content of files of the reader that commands name."""
+"""Contents of the reader's files that commands name."""
 LANGUAGES = {"bash", "diff", "json", "python", "yaml", ""}
 FOREIGN = {
     "cd": r"\S+",
@@ -46,18 +46,18 @@ FOREIGN = {
     "pip": r"install \S+ @ file:///\S+\.whl",
     "pre-commit": r"install",
 }
-"""Commands that are not ours, and how those that we show look; others have checks of their own."""
+"""Patterns of commands that do not belong to the project. Other programs have separate checks."""
 
 OPTIONS_OF = {"recipes.grpo.single_file": "Settings", "plugins.demo.warm_start": "WarmStartSettings"}
-"""Modules that are commands, and the class whose fields are their options."""
+"""Modules that are commands -> class whose fields are their options."""
 
 OF_FULL = re.compile(r"reasoning_gym:|rollout[._]engine[= ]vllm")
-"""Options that are read only where their package is installed, which the default tier does without."""
+"""Options that exist only if their package is installed, which is not the case in the default tier."""
 
 
 @pytest.fixture
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files that the commands name, as the current directory."""
+    """A working directory with the files that the commands name."""
     monkeypatch.chdir(tmp_path)
     for name in ("recipes", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -80,7 +80,7 @@ def test_commands_that_need_packages_of_the_full_tier_run_unchanged(reader: Path
 
 
 def try_command(command: Command, folder: Path) -> None:
-    """Check a command. The AssertionError shows the command and its fault."""
+    """Check a command. The AssertionError shows the command and the fault."""
     for name in re.findall(r"(?<![\w/.])\w+\.py\b", command.text):
         (folder / name).write_text(A_FILE)
     try:
@@ -90,7 +90,7 @@ def try_command(command: Command, folder: Path) -> None:
 
 
 def check(command: Command) -> None:
-    """Check a command by its program. Raises AssertionError or another error if it is wrong."""
+    """Check a command according to its program. Raises AssertionError or another error if it is invalid."""
     first, *rest = command.words
     for name in command.environment:
         assert name in sources(), f"nothing reads {name}"
@@ -109,7 +109,7 @@ PARSERS = {"replay.sh": "plugins.replay.command", "compare.sh": "plugins.replay.
 
 
 def check_bash(words: list[str], command: Command) -> None:
-    """Check a `bash` command: a recipe, or a shell script of the project."""
+    """Check a `bash` command: a recipe, or another shell script of the project."""
     script, *rest = words
     path = Path(script)
     if path.match("recipes/*/run.sh"):
@@ -132,7 +132,7 @@ def check_bash(words: list[str], command: Command) -> None:
 
 
 def check_recipe(recipe: str, options: list[str], command: Command) -> None:
-    """Check the options of a recipe, as its main reads them."""
+    """Check the options of a recipe as its main parses them."""
     if recipe == "my_algo":  # a copy of grpo, with the fields that the page adds
         added = re.findall(r"^\+ +(\w+): ", text_of(command.page), re.MULTILINE)
         recipe, options = "grpo", [o for o in options if o.partition("=")[0].split(".")[-1] not in added]
@@ -143,7 +143,9 @@ def check_recipe(recipe: str, options: list[str], command: Command) -> None:
 
 
 def check_python(words: list[str], command: Command) -> None:
-    """A script or a module of ours; a file that the page itself shows; or the command that ours stands in for."""
+    """Check a script or module of the project, a file that the page itself shows, or the command that a module
+    replaces.
+    """
     script, *rest = words
     if script == "-m":
         module, *rest = rest
@@ -152,7 +154,7 @@ def check_python(words: list[str], command: Command) -> None:
         elif match := re.fullmatch(r"(?:troupe\.)?recipes\.(\w+)\.main", module):  # the prefix is that of the wheel
             check_recipe(match[1], rest, command)
         elif module == "recipes.reward_model.serve":
-            if rest:  # else it is only named
+            if rest:  # otherwise it is only mentioned
                 load_config(importlib.import_module(module).ServeConfig, rest)
         elif module == "uv":
             assert rest in (["build"], []), f"no test knows uv {rest}"
@@ -177,7 +179,7 @@ def check_python(words: list[str], command: Command) -> None:
         parsed = runpy.run_path(str(path))["parse"](rest)
         check_recipe(parsed.recipe.name, parsed.recipe_options, command)
         return
-    # A script that is one of several may have its options in the file beside it.
+    # A script of a family may have its options in a file next to it.
     known = options_in(path) | {name for other in path.parent.glob("*_files.py") for name in options_in(other)}
     check_flags(rest, known, script)
 
@@ -221,7 +223,7 @@ def check_curl(words: list[str], command: Command) -> None:
 
 
 def check_ray(words: list[str], command: Command) -> None:
-    """The options, as Ray itself declares them; and the command that it is to run."""
+    """Check the options as Ray declares them, and the submitted command."""
     if "--" in words:
         program, *rest = words[words.index("--") + 1 :]
         words = words[: words.index("--")]

@@ -1,4 +1,4 @@
-"""Tests of scripts/doctor.py on this machine, and on small environments that are broken on purpose."""
+"""Tests of scripts/doctor.py on this machine, and on small environments with planted faults."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.messages import says
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 500
-"""Against a hang. The doctor itself gives up what it asks after 120 s."""
+"""Timeout against a hang. The doctor itself stops waiting for a process after 120 s."""
 Lines = dict[str, list[dict[str, str]]]
 WORKING_TORCH = """
 from types import SimpleNamespace
@@ -190,7 +190,7 @@ def test_an_unmet_requirement_names_its_package_and_the_pin_that_fixes_it(house:
 def test_a_package_with_a_name_of_the_project_is_reported_with_what_a_plain_python_imports(house: House) -> None:
     house.package("openai-agents", "1.0", module="agents")
     finding = line(house.doctor()["Packages"], "agents")
-    # Once for where it is, and once for what a plain Python gets.
+    # Once with its location, and once with what a plain Python imports.
     assert finding["text"].count(str(house.site / "agents")) == 2
     assert re.search(says("openai-agents"), finding["text"])
     assert (finding["state"], finding["mend"]) == ("WRONG", f"export PYTHONPATH={house.home}")
@@ -223,7 +223,7 @@ def test_a_torch_that_sees_no_gpu_of_the_machine_is_reported(house: House, tmp_p
 
 def test_a_ray_address_is_wrong_only_if_nothing_listens_there(house: House) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as deaf:
-        deaf.bind(("127.0.0.1", 0))  # nobody else can have it meanwhile
+        deaf.bind(("127.0.0.1", 0))  # no other process can bind it meanwhile
         answering, silent = (f"127.0.0.1:{each.getsockname()[1]}" for each in (server, deaf))
         assert line(house.doctor(RAY_ADDRESS=answering)["Ray"], "a run")["state"] == "ok"
         finding = line(house.doctor(RAY_ADDRESS=silent)["Ray"], "a run")

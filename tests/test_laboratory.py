@@ -1,4 +1,4 @@
-"""Tests of the machines of tests/two_machines.py without Ray: the effects of faults, and the clean-up."""
+"""Tests of the simulated machines of tests/two_machines.py without Ray: effects of faults, and clean-up."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Talk:
         self.hear()
 
     def hear(self) -> None:
-        """Wait until something more has arrived."""
+        """Wait until more data has arrived."""
         before = self.log.read_text()
         deadline = time.monotonic() + LIMIT_S
         while self.log.read_text() == before:
@@ -95,7 +95,7 @@ def test_a_power_cut_ends_all_processes_and_no_connection(lab: Laboratory, talk:
     lab.cut(lab.far)
     talk.sender.wait(LIMIT_S)
     heard = talk.log.read_text()
-    time.sleep(HEARD_S)  # an end or an error would come at once
+    time.sleep(HEARD_S)  # the end of the connection or an error would be noticed at once
     assert talk.log.read_text() == heard
     assert talk.receiver.poll() is None
 
@@ -114,14 +114,14 @@ def test_a_kill_ends_all_processes_and_their_connections(lab: Laboratory, talk: 
 @pytest.mark.namespaces
 def test_a_paused_network_loses_no_data(lab: Laboratory, talk: Talk) -> None:
     lab.unplug(lab.far)
-    time.sleep(0.2)  # what was on its way arrives
+    time.sleep(0.2)  # data in transit arrives
     before = talk.log.read_text()
     time.sleep(1.0)
     assert talk.log.read_text() == before
     lab.plug_in(lab.far)
     talk.hear()
     numbers = talk.log.read_text().split()
-    # The last one may have been cut in two.
+    # The last number may be incomplete.
     assert numbers[:-1] == [str(number) for number in range(len(numbers) - 1)]
 
 

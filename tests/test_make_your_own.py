@@ -122,7 +122,7 @@ def test_the_advantage_is_weighted_by_the_missing_share_of_the_score(outcome: Ou
             assert row["advantage"][-1] == pytest.approx(expected, abs=1e-4)
             assert row["advantage"][0] == 0  # of the prompt
         means.append(missing)
-    assert min(means) < 1  # otherwise nothing was weighed
+    assert min(means) < 1  # otherwise the weighting would have no effect
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""The notebooks of docs/notebooks run as they stand, and show what they show."""
+"""The notebooks of docs/notebooks run unchanged, and their stored output is current."""
 
 import sys
 from pathlib import Path

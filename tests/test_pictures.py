@@ -1,4 +1,4 @@
-"""The pictures of the documentation are made by a script, and show what a run prints today."""
+"""The pictures of the documentation are made by a script, and show the current output of a run."""
 
 import os
 import re
@@ -14,7 +14,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def words(screen: str) -> set[str]:
-    """The words of the plan on a screen, without numbers, plurals of "thread" and values of options."""
+    """The words of the printed plan, without numbers, plurals of "thread" and values of options."""
     plan = " ".join(line.partition(":")[2] for line in screen.splitlines() if line.startswith("grpo:"))
     return set(re.findall(r"[a-z_]{3,}(?:\.[a-z_]+)?", re.sub(r"=\S+", "=", plan).replace("threads", "thread")))
 

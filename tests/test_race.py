@@ -1,4 +1,4 @@
-"""Tests of scripts/race.py and of the page that is written from its results."""
+"""Tests of scripts/race.py and of the page generated from its results."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_medians_of_too_few_steps_are_an_error_with_the_number() -> None:
 
 
 def test_computed_places_of_troupe_count_a_shared_prompt_once(tmp_path: Path) -> None:
-    # Two responses of 3 tokens to a prompt of 5, which have no further token in common.
+    # Two responses of 3 tokens to a prompt of 5 tokens. The responses have no common beginning.
     tokens = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 9, 7, 8])
     mask = torch.tensor([False] * 5 + [True] * 3).repeat(2)
     (tmp_path / "rollouts").mkdir()
@@ -85,7 +85,7 @@ def test_utilisation_is_one_formula_of_places_and_of_separate_sequences(tmp_path
     attention = 6 * loaded.config.num_hidden_layers * loaded.config.hidden_size
     assert result["tflops"] == pytest.approx((10 * per_place + 60 * attention) / 2e12)
     assert result["effective_tflops"] == pytest.approx((20 * per_place + 140 * attention) / 2e12)
-    assert "mfu" not in result  # the peak of a CPU is unknown
+    assert "mfu" not in result  # the peak FLOPS of a CPU are unknown
 
 
 def test_a_model_with_fixed_length_never_samples_its_end_token_and_keeps_differences_of_logits(tmp_path: Path) -> None:
@@ -154,11 +154,11 @@ def test_a_tiny_race_measures_all_phases_of_both_sides_on_the_same_tokens(tmp_pa
     [record] = json.loads(out.read_text())
     troupe, trl = record["sides"]["troupe"], record["sides"]["trl"]
     for side in (troupe, trl):
-        # 4 prompts x 4 responses of 8 tokens, after 16 tokens and no template.
+        # 4 prompts x 4 responses of 8 tokens, after 16 tokens without a template.
         assert (side["new_tokens"], side["tokens"], side["token_pairs"]) == (128, 384, 16 * 24**2)
         phases = ("generation_s", "training_s", "sync_s", "reward_s", "other_s")
         assert sum(side[name] for name in phases) == pytest.approx(side["step_s"], rel=0.5)
         assert min(side["generation_s"], side["training_s"], side["host_gb"], side["tflops"]) > 0
     assert trl["places"] == 384
-    assert troupe["places"] < 200  # each prompt once
+    assert troupe["places"] < 200  # each prompt is counted once
     assert f"| step, s | {troupe['step_s']:.3f} | {trl['step_s']:.3f} |" in done.stdout

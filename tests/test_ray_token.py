@@ -1,4 +1,4 @@
-"""Nobody but a run reaches the Ray that it starts: without its token no job is taken and nobody joins."""
+"""Only a run can use the Ray cluster that it starts: without its token no job is accepted and no node joins."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     (folder / "token_job.py").write_text(JOB)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_AUTH", "RAY_ADDRESS"))}
     env["PYTHONPATH"] = f"{folder}:{ROOT}"
-    # What the user's own shell has asked for opens no Ray of ours.
+    # Settings of the user's shell do not disable the authentication of our Ray.
     env |= {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "of-another-cluster"}
     command = [sys.executable, str(folder / "token_job.py")]
     job = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -71,7 +71,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
 
 
 def post_a_job(host: str, port: int, headers: dict[str, str]) -> int:
-    """HTTP status of asking Ray's agent to run a command as the user."""
+    """Return the HTTP status of a request that asks Ray's agent to run a command."""
     connection = http.client.HTTPConnection(host, port, timeout=60)
     body = json.dumps({"entrypoint": "true"})
     connection.request("POST", "/api/job_agent/jobs/", body, {"Content-Type": "application/json"} | headers)
@@ -101,7 +101,7 @@ def test_the_token_is_in_no_command_line_and_no_environment(running: dict[str, A
     for file in [*Path("/proc").glob("[0-9]*/cmdline"), *Path("/proc").glob("[0-9]*/environ")]:
         try:
             text = file.read_bytes()
-        except OSError:  # it has ended meanwhile, or belongs to somebody else
+        except OSError:  # it has ended in the meantime, or belongs to another user
             continue
         if token in text:
             shown.append(file)
@@ -114,7 +114,7 @@ def test_other_users_cannot_access_the_sockets_and_logs_of_ray(running: dict[str
     other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.getuid() == 0 else []
     listed = subprocess.run([*other, "ls", str(session)], capture_output=True, text=True)
     assert "Permission denied" in listed.stderr or not other
-    # Who may write to a folder above it puts another in its place.
+    # A user who may write to a parent folder could replace the file.
     above = [folder.stat() for folder in session.parents]
     private = next(place for place, known in enumerate(above) if not known.st_mode & 0o077)
     assert all(known.st_mode & stat.S_ISVTX or not known.st_mode & 0o022 for known in above[private:])
@@ -126,7 +126,7 @@ def test_ray_starts_exactly_the_processes_that_are_needed(running: dict[str, Any
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = file.read_text(errors="replace").split("\0")
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has ended in the meantime
             continue
         if any(str(session) in argument for argument in command):
             programs.add(next((Path(word).name for word in command if word.endswith(".py")), Path(command[0]).name))

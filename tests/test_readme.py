@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def run_file(file: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """`python FILE`, where it lies."""
+    """Run `python FILE` in its folder."""
     env = os.environ | {"PYTHONPATH": str(ROOT)} | more
     command = [sys.executable, file.name]
     return subprocess.run(command, cwd=file.parent, env=env, capture_output=True, text=True, timeout=500)
@@ -42,16 +42,16 @@ def test_the_readme_has_a_row_for_each_recipe_and_links_every_kind_of_page() -> 
 
 
 SHOWN = [("core", "hello.py"), ("core", "shop.py"), ("core_migration", "moved.py")]
-"""Jobs of the pages on core that can be run, and their pages."""
+"""Jobs on the pages about core that can be run, and their pages."""
 
 
 def page(name: str) -> str:
-    """A page of docs/."""
+    """Return a page of docs/."""
     return (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
 
 
 def shown_jobs(name: str) -> dict[str, str]:
-    """The files that a page shows whole."""
+    """Return the files that a page shows completely."""
     blocks = re.findall(r"```python\n# file: (\S+)\n(.*?)```", page(name), re.DOTALL)
     return dict(blocks)
 
@@ -73,7 +73,7 @@ def test_jobs_on_the_pages_of_core_run_unchanged_with_the_shown_output(
     said = re.search(rf"`python {file}` prints `([^`]+)` and `([^`]+)`", page(name))
     assert said is not None
     done = run_file(tmp_path / file, **env)
-    # On a busy machine there may be lines about what is waited for before them.
+    # On a busy machine, lines about waiting may precede the expected ones.
     lines = [line for line in done.stdout.splitlines() if line in (said[1], said[2])]
     assert lines == [said[1], said[2]], done.stdout + done.stderr
 

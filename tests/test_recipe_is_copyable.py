@@ -12,7 +12,7 @@ from tests.recipe_copies import RECIPES, ROOT, cloned, copied, last_metrics, run
 
 
 class Trial(NamedTuple):
-    """A change of one line in a copied recipe, and its effect."""
+    """A one-line change of a copied recipe, and its effect."""
 
     old: str
     new: str
@@ -116,7 +116,7 @@ def each_recipe(full: str) -> pytest.MarkDecorator:
 
 @each_recipe(full="grpo")
 def test_a_changed_copy_inside_a_clone_runs_its_own_code(recipe: str, untrained: Path, tmp_path: Path) -> None:
-    # Not in this clone: other tests look at what it has.
+    # Not inside this clone, because other tests check its content.
     name = f"copied_{recipe}"
     inside = copied(recipe, cloned(tmp_path / "clone") / "recipes" / name)
     assert run_changed(inside, recipe, untrained, "backend=local") == (name, {f"recipes.{name}"}, 7)
@@ -126,7 +126,7 @@ def test_a_changed_copy_inside_a_clone_runs_its_own_code(recipe: str, untrained:
 def test_a_changed_copy_outside_of_the_project_runs_its_own_code(
     recipe: str, untrained: Path, tmp_path: Path, ray_address: str
 ) -> None:
-    # With Ray: its workers are processes of their own, which have to find the folder too.
+    # With Ray, whose worker processes must find the folder too.
     outside = copied(recipe, tmp_path / "my work" / "my_algo")
     env = {"TROUPE_HOME": str(ROOT), "RAY_ADDRESS": ray_address}
     assert run_changed(outside, recipe, untrained, **env) == ("my_algo", {"my_algo"}, 7)
@@ -162,7 +162,7 @@ def test_files_next_to_a_copy_with_names_of_modules_are_not_imported(untrained: 
 
 
 def test_a_copy_that_cannot_find_the_project_names_troupe_home(tmp_path: Path) -> None:
-    # A PATH without any Python in which `core` of this project could be imported.
+    # A PATH without any Python that could import `core` of this project.
     tools = tmp_path / "bin"
     tools.mkdir()
     for tool in ("bash", "dirname", "basename", "grep", "sed"):

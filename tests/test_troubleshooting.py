@@ -1,4 +1,6 @@
-"""docs/troubleshooting.md is about messages that the project prints, and a dozen of them are brought about here."""
+"""The headings of docs/troubleshooting.md are messages that the project prints, and a dozen of them are
+provoked here.
+"""
 
 import ast
 import functools
@@ -22,7 +24,7 @@ HOLE = "\0"
 
 @functools.cache
 def printed() -> str:
-    """Every text of the project's code, with a hole for each thing that is put into it, and its shell scripts."""
+    """Return every text of the project's Python code and shell scripts, with a placeholder for each inserted value."""
     texts = []
     for folder in ("core", "components", "agents", "training", "plugins", "recipes", "scripts"):
         for file in sorted((ROOT / folder).rglob("*.py")):
@@ -39,7 +41,7 @@ def printed() -> str:
 
 @pytest.mark.parametrize("heading", HEADINGS)
 def test_every_heading_is_a_message_of_the_code(heading: str) -> None:
-    # Some messages are put together of several texts, so each part is looked for by itself.
+    # Some messages are composed of several texts, so each part is searched separately.
     parts = [part.strip() for part in heading.split("...")]
     assert max(map(len, parts)) >= 10, "too little to be told from other messages"
     gone = [part for part in parts if part not in printed()]
@@ -53,7 +55,7 @@ def test_the_page_has_the_most_common_messages() -> None:
 
 
 def explained(message: str) -> list[str]:
-    """The headings that somebody would find who looks for a message."""
+    """Headings for the most common problems."""
     return [h for h in HEADINGS if re.search(".*?".join(map(re.escape, h.split("..."))), message, re.DOTALL)]
 
 
@@ -68,7 +70,7 @@ HUGE = {
     "vocab_size": 128000,
     "max_position_embeddings": 8192,
 }
-"""A model that no machine holds."""
+"""A model that is too large for any machine."""
 BROUGHT_ABOUT = {
     "train.lr=1e-6": "unknown option",
     "seed = 7": "cannot read",
@@ -88,7 +90,7 @@ BROUGHT_ABOUT = {
     "run_dir=old resume=none": "run_dir=... already holds a run",
     "run_dir=new resume=./nowhere": "resume=...: there is no checkpoint",
 }
-"""Options of grpo, and how the heading begins that explains what they bring."""
+"""Options of grpo, and the beginning of the heading that explains the resulting message."""
 
 
 @pytest.mark.parametrize("options", BROUGHT_ABOUT)
@@ -134,7 +136,7 @@ def test_the_page_explains_the_refusals_of_run_sh(tmp_path: Path) -> None:
 
 
 def refused(folder: Path, env: dict[str, str]) -> str:
-    """Return the message of run.sh in a folder when it starts nothing."""
+    """Return the message of run.sh in a folder in which it does not start."""
     done = subprocess.run(
         ["bash", str(folder / "run.sh")], env=os.environ | env, capture_output=True, text=True, timeout=500
     )

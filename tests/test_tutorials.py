@@ -1,4 +1,4 @@
-"""Tests of the tutorials: their files are written down and run."""
+"""Tests of the tutorials: their files are written and run."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.docs_pages import ROOT, text_of
 
 
 def files_of(page: str, folder: Path) -> None:
-    """Write down the Python files that a page shows, by the names in their first lines."""
+    """Write the Python files that a page shows, by the names in their first lines."""
     for text, name in re.findall(r"```python\n(# (\w+\.py)\n.*?)```", text_of(page), re.DOTALL):
         (folder / name).write_text(text)
 

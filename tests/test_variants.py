@@ -1,6 +1,6 @@
-"""Each diff of docs/variants.md, applied to a copy of its recipe, gives the numbers that its formula gives one by one.
+"""Each diff of docs/variants.md, applied to a copy of its recipe, equals its formula, evaluated per response.
 
-Two prompts with two responses each, of one to three tokens; the policy is a tiny model without training.
+Two prompts with two responses each, of one to three tokens. The policy is a tiny untrained model.
 """
 
 import importlib
@@ -33,7 +33,7 @@ Copy = Callable[..., ModuleType]
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Iterator[Copy]:
-    """Makes a copy of a recipe with a diff, and returns its algorithm.py."""
+    """Copies a recipe with a diff, and returns its algorithm.py."""
     folder = tmp_path / "recipes" / "my_algo"
 
     def changed(recipe: str, diff: str, old: str = "", new: str = "") -> ModuleType:
@@ -60,7 +60,7 @@ REWARDS = [1.0, 0.0, 0.25, 0.75]
 
 
 def samples() -> Batch:
-    """Four responses of 1, 2, 3 and 2 tokens after a prompt of two; the last was cut off."""
+    """Return four responses of 1, 2, 3 and 2 tokens after a prompt of two tokens. The last one is truncated."""
     actions = [1, 2, 3, 2]
     drawn = [[-0.5], [-1.0, -2.0], [-0.1, -0.2, -0.3], [-1.5, -0.5]]
     now = [[-0.4], [-1.5, -1.0], [-0.1, -2.2, -0.3], [-1.0, -0.7]]
@@ -103,7 +103,7 @@ def test_the_page_shows_the_tested_code() -> None:
 
 def test_the_variant_scales_rewards_by_the_batch(copy: Copy) -> None:
     computed = advantages(copy("grpo", DIFFS["scale_rewards: batch"]).add_advantages(samples(), grpo()))
-    # The groups' means are 0.5 and 0.5.
+    # The means of the groups are 0.5 and 0.5.
     deviation = statistics.stdev(REWARDS) + 1e-4
     expected = [(reward - 0.5) / deviation for reward in REWARDS]
     assert computed == [pytest.approx([x] * len(row), abs=1e-6) for x, row in zip(expected, computed, strict=True)]
@@ -118,7 +118,8 @@ def test_truncated_responses_have_advantage_0_and_stay_in_the_mean(copy: Copy) -
 def test_the_variant_samples_importance_per_sequence(copy: Copy) -> None:
     config = grpo(correction="tis", correction_range=(0.0, 1.3))
     batch = copy("grpo", DIFFS["importance sampling by sequence"]).add_advantages(samples(), config)
-    # Sums of now - drawn: 0.1; -0.5 + 1.0; 0 - 2 + 0; 0.5 - 0.2. Two of their ratios are above 1.3.
+    # Sums of the differences of current and sampled log-probs: 0.1; -0.5 + 1.0; 0 - 2 + 0; 0.5 - 0.2. Two ratios exceed
+    # 1.3.
     weights = [exp(0.1), 0.0, exp(-2.0), 0.0]
     for row, weight in enumerate(weights):
         mask = batch.row(row, "action_mask")
@@ -126,7 +127,7 @@ def test_the_variant_samples_importance_per_sequence(copy: Copy) -> None:
 
 
 def loss_of(algorithm: ModuleType, config: Any) -> tuple[float, Batch, Any]:
-    """The policy loss of the batch under a tiny model, the batch, and what the model says of its tokens."""
+    """Return the policy loss of the batch under a tiny model, the batch, and the model's log-probs of its tokens."""
     torch.manual_seed(0)
     model = tiny_model(character_tokenizer("abcdefghij"), seed=3, hidden=32, layers=1, heads=2, key_value_heads=1)
     batch = samples()
@@ -148,7 +149,7 @@ def test_only_tokens_with_high_entropy_are_trained_on(copy: Copy) -> None:
     loss, batch, said = loss_of(copy("grpo", DIFFS["top_entropy_quantile"]), grpo(clip_high=9.0))
     entropies = said.entropy_N[batch["action_mask"]].tolist()
     worth = batch["advantage"][batch["action_mask"]].tolist()
-    # Eight tokens: the quantile .8 lies between the second largest (at .857) and the third (at .714).
+    # Eight tokens: the quantile .8 is between the second largest (at .857) and the third (at .714).
     kept = sorted(entropies)[-2:]
     assert loss == pytest.approx(
         -sum(exp(0.1) * a for a, e in zip(worth, entropies, strict=True) if e in kept) / 8, abs=1e-5
@@ -164,7 +165,8 @@ def test_the_kl_is_multiplied_by_the_importance_ratio(copy: Copy) -> None:
 
 def test_off_policy_responses_with_negative_advantage_are_excluded(copy: Copy) -> None:
     loss, _, _ = loss_of(copy("grpo", DIFFS["off_policy_mask_threshold"]), grpo(clip_low=0.99, clip_high=9.0))
-    # The second is 1 nat away and bad; the third is bad, and near enough.
+    # The second response has a distance of 1 nat and a negative advantage. The third has a negative advantage and is
+    # close.
     assert loss == pytest.approx(-exp(0.1) * (1.0 - 0.5 * 3 + 2.0 * 2) / 8, abs=1e-5)
 
 
@@ -185,7 +187,7 @@ def test_vespo_weighs_a_response_by_its_whole_ratio(copy: Copy) -> None:
     loss, batch, said = loss_of(copy("grpo", DIFFS["VESPO"]), grpo())
     said_BT = (said.logprob_N * batch["action_mask"]).split(batch.lengths.tolist())
     sums = [float(row.sum()) for row in said_BT]
-    # Each token's log-ratio is 0.1, and there are 1, 2, 3 and 2 of them.
+    # Each token's log-ratio is 0.1. The responses have 1, 2, 3 and 2 tokens.
     good = [exp(3 + 2 * x - 3 * exp(x)) for x in (0.1, 0.2)]
     bad = [exp(2 + 3 * x - 2 * exp(x)) for x in (0.2, 0.3)]
     expected = -(good[0] * sums[0] - bad[0] * sums[1] - 0.5 * bad[1] * sums[2] + 2.0 * good[1] * sums[3]) / 8
@@ -211,7 +213,7 @@ PAIR_VALUES: dict[str, Callable[[float, float], float]] = {
     "apo_zero": lambda c, r: sigmoid(-BETA * c) + sigmoid(BETA * r),
     "apo_down": lambda c, r: sigmoid(BETA * c) + sigmoid(-BETA * (c - r)),
     "bco_pair": lambda c, r: -log(sigmoid(BETA * c)) - log(sigmoid(-BETA * r)),
-    "aot": lambda c, r: -log(sigmoid(BETA * (c - r))),  # the reference says the same of all
+    "aot": lambda c, r: -log(sigmoid(BETA * (c - r))),  # the reference has equal log-probabilities for all
     "forward_kl": lambda c, r: -log(sigmoid(BETA * (exp(-r) - exp(-c)))),
     "js_divergence": lambda c, r: -log(sigmoid(BETA * (log(sigmoid(c)) - log(sigmoid(r))))),
     "alpha_divergence": lambda c, r: -log(sigmoid(BETA * 2 * (exp(-r / 2) - exp(-c / 2)))),
@@ -232,7 +234,7 @@ def test_optimal_transport_compares_sorted_log_ratios(copy: Copy) -> None:
     logprob_B = torch.tensor([x for pair in PAIRS for x in pair])
     batch = Batch.from_rows({"tokens": [[4]] * 4}, {"reference_logprob": torch.tensor([0.0, 0.0, 2.0, 0.0])})
     diff = DIFFS["Losses of the log-ratios"]
-    # Margins 1.5 and -1, of the reference 0 and 2: sorted -1 beside 0 and 1.5 beside 2.
+    # Margins 1.5 and -1, and 0 and 2 under the reference. Sorted, -1 is paired with 0 and 1.5 with 2.
     loss = copy("dpo", diff, SLIC, PAIR_LOSSES["aot"]).preference_loss(logprob_B, batch, 2, config).loss
     assert float(loss) == pytest.approx(-(log(sigmoid(-0.5)) + log(sigmoid(-0.25))) / 2, abs=1e-6)
 

@@ -1,4 +1,4 @@
-"""The wheel installs one import name, runs without a clone, and takes its version from one place."""
+"""The wheel installs one import name, runs without a clone, and has its version from one place."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Installed:
 
     def python(self, *arguments: str, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        # Without a cache of its own the run would find the warm-start model of another test.
+        # Without a separate cache the run would use the warm-start model of another test.
         environment |= {"TROUPE_CACHE": str(self.folder / "cache"), "OMP_NUM_THREADS": "1"}
         command = [str(self.folder / "venv" / "bin" / "python"), *arguments]
         work = self.folder / "work"
@@ -135,7 +135,7 @@ def build(kind: str, source: Path, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The wheel of the sdist of this tree, unpacked into a new virtual environment."""
+    """The wheel built from the sdist of this tree, unpacked into a new virtual environment."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in PACKAGES:
         shutil.copytree(ROOT / name, folder / "clone" / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -162,7 +162,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         archive.extractall(site)
     (site / "agents").mkdir()
     (site / "agents" / "__init__.py").write_text(f"OWNER = {STRANGER!r}\n")
-    # The libraries of this environment. Its own .pth files, such as that of an editable install, are not read.
+    # The libraries of this environment. Its .pth files, such as that of an editable install, are not processed.
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     (folder / "work").mkdir()
     return Installed(wheel, folder)

@@ -1,4 +1,4 @@
-"""The project speaks in the words of its field: in pages, help, metrics and messages there is no private word."""
+"""Pages, help texts, metrics and messages use the terms of the field and no private words."""
 
 import ast
 import csv
@@ -20,13 +20,13 @@ PRIVATE = re.compile(
     re.IGNORECASE,
 )
 ALLOWED = (
-    "final answer",  # of a task, as its data have it
+    "final answer",  # a column of a task's data, as a label of the scorer math, a column of GSM8K
     "mathematical answer",  # as a label of the scorer math
     "the answer ",  # a column of GSM8K
     "world size",
     "for a right answer",
 )
-"""The uses that are the field's own."""
+"""Uses of these words that are common in the field."""
 FOLDERS = ("core", "components", "agents", "training", "plugins", "recipes", "scripts")
 FIELD = {
     "docs/own_data.md": [
@@ -48,11 +48,11 @@ FIELD = {
         "gradient clipping",
     ],
 }
-"""Words that a reader searches for, on the pages that have to have them."""
+"""Terms that a reader searches for -> pages that must contain them."""
 
 
 def private_words(text: str) -> list[str]:
-    """The private words of a text, each with what stands around it; names in code type are not words."""
+    """Return the private words of a text with their context. Names in code type do not count."""
     text = re.sub(r"^```.*?^```|`[^`\n]*`|<!--.*?-->", " ", text, flags=re.MULTILINE | re.DOTALL)
     for allowed in ALLOWED:
         text = re.sub(re.escape(allowed), "", text, flags=re.IGNORECASE)
@@ -60,7 +60,7 @@ def private_words(text: str) -> list[str]:
 
 
 def messages(path: Path) -> Iterator[str]:
-    """The texts in a program that are no docstrings."""
+    """Return the texts in a program that are not docstrings."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""Files for the code host, as far as they can be held to the rest of the project without the host that reads them."""
+"""Checks of the workflow files for the code host that are possible without it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.docs_pages import ROOT, options_of_shell, text_of
 WORKFLOW: dict[Any, Any] = yaml.safe_load(text_of(".github/workflows/tests.yml"))
 JOBS: dict[str, dict[str, Any]] = WORKFLOW["jobs"]
 EVENTS: dict[str, Any] = WORKFLOW[True]
-"""YAML 1.1 reads the key `on` so; the host reads it as a word."""
+"""YAML 1.1 parses the key `on` as True. The code host reads it as a string."""
 PROJECT = tomllib.loads(text_of("pyproject.toml"))["project"]
 
 
@@ -26,7 +26,7 @@ def commands_of(job: str) -> list[str]:
 
 
 def pythons_of(job: str) -> list[str]:
-    """The versions that the job sets up."""
+    """Return the versions of Python that the job sets up."""
     (version,) = [
         step["with"]["python-version"] for step in JOBS[job]["steps"] if "python-version" in step.get("with", {})
     ]
@@ -34,7 +34,7 @@ def pythons_of(job: str) -> list[str]:
 
 
 def supported() -> list[str]:
-    """The versions of Python that the project's classifiers name."""
+    """Return the versions of Python in the project's classifiers."""
     return re.findall(r"Python :: (\d\.\d+)", "\n".join(PROJECT["classifiers"]))
 
 
@@ -64,7 +64,7 @@ def test_scripts_options_and_extras_of_job_commands_exist(job: str) -> None:
     assert commands_of(job)
     for command in commands_of(job):
         assert subprocess.run(["bash", "-n"], input=command, text=True).returncode == 0
-        if command.startswith("command -v "):  # looks for a browser
+        if command.startswith("command -v "):  # searches for a browser
             continue
         shell, script, *words = shlex.split(command)
         assert shell == "bash"
@@ -80,7 +80,7 @@ def test_scripts_options_and_extras_of_job_commands_exist(job: str) -> None:
 def test_jobs_have_read_permission_a_timeout_and_pinned_actions(job: str) -> None:
     assert WORKFLOW["permissions"] == {"contents": "read"}
     assert "permissions" not in JOBS[job]
-    assert 0 < JOBS[job]["timeout-minutes"] <= 360  # which is what the host gives
+    assert 0 < JOBS[job]["timeout-minutes"] <= 360  # the variable that the code host sets
     actions = [step["uses"] for step in JOBS[job]["steps"] if "uses" in step]
     assert [action.partition("@")[0] for action in actions] == ["actions/checkout", "actions/setup-python"]
     assert all(re.fullmatch(r"[\w/-]+@v\d+", action) for action in actions)

@@ -1,4 +1,4 @@
-"""A plug-in of somebody else, which adds a group of options and names of another system."""
+"""A third-party plug-in, which adds a group of options and names of another system."""
 
 import sys
 from collections.abc import Iterator

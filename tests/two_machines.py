@@ -32,14 +32,14 @@ PORT = 6379
 SHARED_MEMORY_MB = 512
 OBJECT_STORE_BYTES = 80_000_000
 LIMIT_S = 120.0
-"""Against a hang of a command, which takes a tenth of it on a busy host."""
+"""Timeout of a command against a hang. On a busy host it takes a tenth of it."""
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "4",
 }
-"""Ray declares a silent node dead after about 16 s. Left alone it takes 65 s; a pause of 5 s fails 2 checks of 4."""
+"""Ray declares a silent node dead after about 16 s. By default it takes 65 s. A pause of 5 s fails 2 checks of 4."""
 SWITCH = """
 set -e
 ip link add name switch type bridge
@@ -69,7 +69,7 @@ def own_user() -> list[str]:
 
 @functools.cache
 def namespaces_refused() -> str:
-    """Why this host lets us make no machines; empty if it does."""
+    """Reason why this host cannot create machines, or "" if it can."""
     missing = [program for program in ("unshare", "nsenter", "ip", "hostname") if shutil.which(program) is None]
     if missing:
         return f"{', '.join(missing)} not found; install util-linux, iproute2 and hostname"
@@ -98,13 +98,13 @@ def run(command: Sequence[str | Path], timeout_s: float = LIMIT_S) -> str:
 
 
 def only_child(pid: int) -> int:
-    """The process that another has started."""
+    """Return the child of a process."""
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(child)
 
 
 def started(command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
-    """A process that says `ready` once it is, and ends with its input, that is: with this process at the latest."""
+    """A process that prints `ready` after its start, and ends when its input ends, at the latest with this process."""
     words = [str(word) for word in command]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
@@ -118,14 +118,14 @@ def started(command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
 
 @dataclass
 class Machine:
-    """One of them."""
+    """A machine."""
 
     name: str
     ip: str
     folder: Path
     process: subprocess.Popen[bytes] | None = None
     first: int = 0
-    """The first process of the machine, as the host counts."""
+    """Process id of the machine's first process on the host."""
 
     @property
     def is_on(self) -> bool:
@@ -133,20 +133,20 @@ class Machine:
         return self.process is not None and is_alive(self.first)
 
     def within(self, command: Sequence[str | Path], env: Mapping[str, str]) -> list[str]:
-        """The command that runs another on this machine, in the folder of its files."""
+        """Return the command that runs another command on this machine, in the folder of its files."""
         user = ["--user", "--preserve-credentials"] if own_user() else []
         enter = ["nsenter", "--target", str(self.first), *user, *NAMESPACES, "--"]
         variables = [f"{name}={value}" for name, value in env.items()]
         return [*enter, "env", "-i", f"--chdir={self.folder}", *variables, *map(str, command)]
 
     def processes(self) -> dict[int, str]:
-        """Return process id (of the host) -> command of the processes besides the first one."""
+        """Return process id (on the host) -> command of all processes except the first one."""
         if not self.is_on:
             return {}
         namespace = Path(f"/proc/{self.first}/ns/pid").readlink()
         processes = {}
         for place in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it may end between two looks
+            with contextlib.suppress(OSError):  # a process may end between two reads
                 pid = int(place.name)
                 if pid != self.first and (place / "ns" / "pid").readlink() == namespace and is_alive(pid):
                     processes[pid] = (place / "cmdline").read_text().replace("\0", " ").strip()
@@ -160,7 +160,7 @@ class Machine:
         return workers + [path.name for path in Path(f"/proc/{self.first}/root/dev/shm").glob(f"troupe-{run_id}*")]
 
     def end(self) -> None:
-        """Cut its power: all its processes are gone at once."""
+        """Simulate a power cut: all processes end at once."""
         if self.process is None:
             return
         if self.process.poll() is None:
@@ -175,7 +175,7 @@ class Machine:
 
 @dataclass
 class Laboratory:
-    """A switch and the machines at it; the first of them is Ray's head, and where drivers run."""
+    """A network switch with its machines. The first one is Ray's head, on which drivers run."""
 
     folder: Path
     env: dict[str, str]
@@ -186,7 +186,7 @@ class Laboratory:
 
     @property
     def near(self) -> Machine:
-        """The head."""
+        """The head node."""
         return self.machines[0]
 
     @property
@@ -202,12 +202,12 @@ class Laboratory:
     # --- faults
 
     def cut(self, machine: Machine) -> None:
-        """Cut the power: the others hear nothing of it, no end of a connection either."""
+        """Cut the power of a machine: the others get no message, not even the end of a connection."""
         self.unplug(machine)
         machine.end()
 
     def kill(self, machine: Machine) -> None:
-        """Kill Ray's node and all other processes of a machine that stays on: Linux closes their connections."""
+        """Kill Ray's node and all other processes of a machine that keeps running: Linux closes their connections."""
         deadline = time.monotonic() + LIMIT_S
         while pids := machine.processes():
             assert time.monotonic() < deadline, f"{machine.name} has still {pids}"
@@ -222,15 +222,15 @@ class Laboratory:
         self.plug_in(machine)
 
     def unplug(self, machine: Machine) -> None:
-        """Lose all packets from and to a machine from now on; nobody's own network card tells."""
+        """Lose all packets from and to a machine from now on, without an error of any network card."""
         self._at_switch("ip", "link", "set", "dev", machine.name, "nomaster")
 
     def plug_in(self, machine: Machine) -> None:
-        """Let its packets through again."""
+        """Deliver the machine's packets again."""
         self._at_switch("ip", "link", "set", "dev", machine.name, "master", "switch")
 
     def heal(self) -> None:
-        """Switch on what was cut, start Ray where it was killed."""
+        """Start machines after a power cut, and Ray where it was killed."""
         for machine in self.machines:
             if not machine.is_on:
                 self._switch_on(machine)
@@ -242,7 +242,7 @@ class Laboratory:
     # --- life
 
     def start(self) -> None:
-        """Switch all on, and make a Ray cluster of them."""
+        """Start all machines, and a Ray cluster on them."""
         for machine in self.machines:
             self._switch_on(machine)
         for machine in self.machines:
@@ -262,8 +262,8 @@ class Laboratory:
             stream.close()
 
     def drive(self, *arguments: str | Path, log: Path) -> subprocess.Popen[str]:
-        """Start a driver on the head, which is Python with these arguments; what it prints goes to a file."""
-        # To say where it hangs when it is ended.
+        """Start a driver on the head: Python with these arguments. Its output goes to a file."""
+        # Prints the stack if the driver is ended because it hangs.
         env = self.env | {"RAY_ADDRESS": self.address, "PYTHONFAULTHANDLER": "1"}
         with log.open("w") as output:
             process = subprocess.Popen(
@@ -274,7 +274,7 @@ class Laboratory:
         return process
 
     def end_driver(self, driver: subprocess.Popen[str]) -> None:
-        """Kill a driver, which prints where it was."""
+        """Kill a driver, which prints its stack."""
         for number in (signal.SIGABRT, signal.SIGKILL):
             with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
                 os.kill(only_child(driver.pid), number)
@@ -294,9 +294,10 @@ class Laboratory:
         machine.first = only_child(machine.process.pid)
         ports = json.loads(self._at_switch("ip", "-json", "link"))
         if machine.name in [port["ifname"] for port in ports]:
-            # Linux has not yet cleared away the network of who had this name before.
+            # Linux has not yet removed the network of the previous machine with this name.
             self._at_switch("ip", "link", "delete", "dev", machine.name)
-        # Its network card is the same after a power cut, or the others would send to the old one for a while.
+        # The network card keeps its address after a power cut. Otherwise the others would send to the old one for a
+        # while.
         card = "02:00:00:00:00:" + machine.ip.rpartition(".")[2].zfill(2)
         end = ["type", "veth", "peer", "name", "eth0", "address", card, "netns", str(machine.first)]
         self._at_switch("ip", "link", "add", "name", machine.name, *end)
@@ -304,7 +305,8 @@ class Laboratory:
         for words in (
             f"addr add {machine.ip}/24 dev eth0",
             "link set dev eth0 up",
-            # Nobody is there; but a machine without a way out does not know which of its addresses is its own.
+            # The address has no machine. But without a default route a machine cannot determine which of its addresses
+            # to use.
             "route add default via 10.77.0.254",
         ):
             run(machine.within(["ip", *words.split()], {"PATH": os.environ["PATH"]}))
@@ -325,7 +327,7 @@ def laboratory(count: int, env: Mapping[str, str] = HEALTH, has_ray: bool = True
 
     `env` are settings of Ray.
     """
-    folder = Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))  # paths of sockets are short
+    folder = Path(tempfile.mkdtemp(prefix="lab-", dir="/tmp"))  # the paths of sockets have a maximum length
     names = ["near", "far", *(f"far-{number}" for number in range(3, count + 1))]
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -344,7 +346,7 @@ def laboratory(count: int, env: Mapping[str, str] = HEALTH, has_ray: bool = True
 
 
 def _environment(folder: Path, more: Mapping[str, str]) -> dict[str, str]:
-    """Environment of all processes on the machines: this checkout, and the token."""
+    """Environment of all processes on the machines: this checkout and the token."""
     return {
         "PATH": os.environ["PATH"],
         "HOME": os.environ.get("HOME", "/"),

@@ -1,4 +1,4 @@
-"""The diffs of docs/variants.md, and the lines that take the place of one of theirs."""
+"""The diffs of docs/variants.md, and lines that replace one of theirs."""
 
 import re
 from pathlib import Path

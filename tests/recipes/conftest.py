@@ -1,4 +1,4 @@
-"""Short warm starts for all recipe tests, made once for all processes of pytest."""
+"""Short warm starts for all recipe tests, created once for all processes of pytest."""
 
 import os
 import sys
@@ -20,18 +20,18 @@ def warm_starts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def policy(warm_starts: Path) -> Path:
-    """A model that has seen a few demonstrations: enough to answer in letters."""
+    """A model trained on a few demonstrations, enough to answer with letters."""
     return warm_start("sort", 40, warm_starts)
 
 
 @pytest.fixture(scope="session")
 def runner(warm_starts: Path) -> Path:
-    """A model that has seen a few games: it guesses numbers, and four in ten halve what is left."""
+    """A model trained on a few games: it guesses numbers, and four in ten guesses bisect the remaining range."""
     return warm_start("guess", 60, warm_starts)
 
 
 def warm_start(task: str, steps: int, folder: Path) -> Path:
-    """Made in this process, which has imported what it takes; of several processes one makes it."""
+    """Created in this process, which already has the imports. Of several processes one creates it."""
     from local_runs import kept_environment
 
     from plugins.demo.warm_start import WarmStartSettings, make_warm_start

@@ -1,10 +1,10 @@
-"""Places at which a run waits for its test, so that what happens to it there happens at no other moment."""
+"""Gates at which a run waits for its test, so that a fault happens at a defined moment."""
 
 from pathlib import Path
 
 
 class Gate:
-    """Shut once the run has left a trace in its folder, until it is opened."""
+    """A gate is shut from the moment at which the run leaves a trace in its folder until it is opened."""
 
     def __init__(self, trace: Path, key: Path) -> None:
         """A gate that a run reaches by writing `trace` and that the file `key` opens."""
@@ -20,7 +20,7 @@ class Gate:
 
 
 def source(*gates: Gate) -> str:
-    """The definition of `is_shut()`, for files of reward functions and agents that are to wait while it is true."""
+    """Source code of `is_shut()`, for files of reward functions and agents that wait while it returns True."""
     places = [(str(gate.trace), str(gate.key)) for gate in gates]
     return f"""
 import time

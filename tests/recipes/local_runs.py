@@ -1,8 +1,7 @@
 """Runs recipes in the process of the tests, which imports torch, transformers and deepspeed once for all of them.
 
-What a run with vLLM leaves in its process cannot be taken back, so those have one of their own:
-`python local_runs.py RECIPE` reads {"<run_dir>": ["<option>", ...], ...} as JSON, and ends with 1 when a run did not
-end well.
+A run with vLLM changes its process permanently, so such runs have separate processes: `python local_runs.py RECIPE`
+reads {"<run_dir>": ["<option>", ...], ...} as JSON, and exits with 1 if a run fails.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ from recipe_runs import ROOT, RunFolder
 
 
 class LocalRun(RunFolder):
-    """A run with `backend=local` that has ended."""
+    """A finished run with `backend=local`."""
 
     def __init__(self, run_dir: Path, code: int, out: str, err: str) -> None:
         super().__init__(run_dir)
@@ -29,10 +28,9 @@ class LocalRun(RunFolder):
 
 
 def run_here(recipe: str, run_dir: Path, *options: str) -> LocalRun:
-    """One run, however it ends.
+    """Run a recipe once, with any outcome.
 
-    Raises:
-        AssertionError: it has changed what other tests of this process rely on.
+    Raises: AssertionError: it has changed a state of the process that other tests rely on.
     """
     main = import_module(f"recipes.{recipe}.main").main
     out, err = io.StringIO(), io.StringIO()
@@ -44,7 +42,7 @@ def run_here(recipe: str, run_dir: Path, *options: str) -> LocalRun:
 
 
 def run_locally(recipe: str, folder: Path, runs: Mapping[str, Sequence[str]]) -> dict[str, LocalRun]:
-    """Runs that end well, one after the other, by name.
+    """Run a recipe several times in turn, by name. All runs must succeed.
 
     Args:
         recipe: its name.
@@ -57,7 +55,7 @@ def run_locally(recipe: str, folder: Path, runs: Mapping[str, Sequence[str]]) ->
 
 
 def run_apart(recipe: str, folder: Path, runs: Mapping[str, Sequence[str]]) -> dict[str, RunFolder]:
-    """The same in one new process, for what changes its process for good."""
+    """Do the same in a new process, for runs that change their process permanently."""
     options = {str(folder / name): [*arguments, "backend=local"] for name, arguments in runs.items()}
     done = subprocess.run(
         [sys.executable, __file__, recipe],
@@ -77,10 +75,10 @@ def run_apart(recipe: str, folder: Path, runs: Mapping[str, Sequence[str]]) -> d
 
 @contextlib.contextmanager
 def unchanged() -> Iterator[None]:
-    """Assert that the process is afterwards as it was before.
+    """Check that the block restores the state of the process.
 
-    The process group of one rank that a trained model needs stays, as in every process of a user's that has trained:
-    DeepSpeed keeps it in places that nobody can reach.
+    The process group of one rank that a trained model needs stays, as in every process that has trained, because
+    DeepSpeed keeps references to it.
     """
     import torch  # now, because torch sets environment variables when it is imported
 
@@ -110,7 +108,7 @@ def state_of_process() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def kept_environment() -> Iterator[None]:
-    """Take back the environment variables by which roles in this process find their ranks."""
+    """Remove the environment variables by which roles in this process find their ranks."""
     before = dict(os.environ)
     try:
         yield

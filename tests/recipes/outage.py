@@ -1,4 +1,4 @@
-"""A reward server that fails on purpose, in a process of its own: `python outage.py PORT FAILS AT`, which `Server`
+"""A reward server that fails on purpose, in a separate process: `python outage.py PORT FAILS AT`, which `Server`
 starts.
 """
 
@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 
 def held_port() -> socket.socket:
-    """A port that is nobody else's while this is open. It does not listen: without a `Server` there, a call is refused
-    as where nothing runs.
+    """A port that is reserved while this is open. Nothing listens on it: without a `Server`, connections are
+    refused.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -24,12 +24,13 @@ def held_port() -> socket.socket:
 
 
 class Server:
-    """Gives responses the share of the label's letters that they have in their places."""
+    """A reward function: the share of the label's letters at their correct positions."""
 
     def __init__(self, held: socket.socket, fails: str = "never", at: int = 0) -> None:
-        """At a `held_port`.
+        """A server at a `held_port`.
 
-        `fails`: it `dies`, or `hangs`, at request number `at`, and from then on; a new try has the number of the first.
+        `fails`: it `dies` or `hangs` at request number `at`, and at all later ones. A retry has the number of the first
+        attempt.
         """
         self.port = held.getsockname()[1]
         command = [sys.executable, __file__, str(self.port), fails, str(at)]
@@ -73,11 +74,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def serve(port: int, fails: str, at: int) -> None:
-    """Say that it serves, and do so until killed."""
+    """Print that it serves, and serve until killed."""
     Handler.fails, Handler.at = fails, at
     ThreadingHTTPServer.allow_reuse_port = True
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)

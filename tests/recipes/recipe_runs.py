@@ -1,4 +1,4 @@
-"""Starting a recipe as a user does, and looking at what it left."""
+"""Starts recipes like a user does, and reads their results."""
 
 import itertools
 import json
@@ -37,29 +37,29 @@ OF_ANSWERS = {"rollout/staleness_max", "rollout/staleness_mean", "rollout/trunca
 
 
 class RunFolder:
-    """The files that a run has written so far."""
+    """Files written by a run so far."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
 
     @property
     def summary(self) -> dict[str, Any]:
-        """summary.json."""
+        """Content of summary.json."""
         return json.loads((self.run_dir / "summary.json").read_text())
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """metrics.jsonl, a dict per step of training."""
+        """Content of metrics.jsonl: a dict per training step."""
         return [line for line in self.lines if line["step"]]
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """metrics.jsonl, the evaluation before the training, which is step 0, included."""
+        """Content of metrics.jsonl, including the evaluation before training, which is step 0."""
         path = self.run_dir / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def check_metrics(self) -> None:
-        """AssertionError where a metric is not in the registry, or one is missing that all recipes have."""
+        """Check that every metric is in the registry, and that the metrics of all recipes exist."""
         lines, logged = self.metrics, set[str]()
         for line in lines:
             names = line.keys() - NOT_METRICS
@@ -69,16 +69,16 @@ class RunFolder:
             if "timing_s/step" in names:
                 times = {name.removeprefix("timing_s/") for name in names if name.startswith("timing_s/")}
                 phases = {name for name in times if not name.startswith(IN_SYNC)}
-                if "wait" not in phases:  # otherwise phases of two threads are shown
+                if "wait" not in phases:  # otherwise the phases of two threads are shown
                     seconds = sum(line[f"timing_s/{phase}"] for phase in phases - OUTSIDE_STEP)
                     assert seconds == pytest.approx(line["timing_s/step"], rel=0.01)
                 required = OF_STEPS | {f"perf/{phase}_share" for phase in phases - OUTSIDE_STEP}
                 required |= OF_ANSWERS if "reward/score" in names else set()
-                # Where the critic learns alone, nobody may have asked the policy.
+                # If only the critic is trained, the policy may not have been called.
                 required |= {"rollout/logprob_gap_mean"} if {"reward/score", "actor/loss"} <= names else set()
                 required |= {"reward/group_std", "reward/zero_variance_share"} if is_grouped else set()
                 assert not (missing := required - names), missing
-        # Processes tell what they take every 2 s, to a master that is in another.
+        # Processes report their memory every 2 s to a master in another process.
         if lines and self.starts() and lines[-1]["time"] - lines[0]["time"] > 60:
             assert any("perf/memory_gb" in line for line in lines)
 
@@ -94,7 +94,7 @@ class RunFolder:
         return logged, len(set(prompts)) < len(prompts)
 
     def pids(self) -> dict[str, int]:
-        """Process id of each worker as it was started last, from its log."""
+        """Process id of the last start of each worker, from its log."""
         return {name: pids[-1] for name, pids in self.starts().items()}
 
     def starts(self) -> dict[str, list[int]]:
@@ -106,12 +106,12 @@ class RunFolder:
         return {name: pids for name, pids in starts_by_name.items() if pids}
 
     def learnt(self) -> list[dict[str, Any]]:
-        """The metrics without what is of the clock: times, speeds, and how the writing of checkpoints went."""
+        """Return the metrics without those that depend on time: durations, speeds, and checkpoint writing."""
         timed = ("time", "timing", "perf")
         return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in self.lines]
 
     def weights(self) -> "dict[str, Tensor]":
-        """All tensors in the checkpoint of the last step, by file and name."""
+        """Return all tensors in the checkpoint of the last step, by file and name."""
         folder = self.run_dir / "checkpoints" / f"step_{self.summary['steps']}"
         files = {file: load_file(file) for file in sorted(folder.rglob("*.safetensors"))}
         return {
@@ -120,7 +120,7 @@ class RunFolder:
 
 
 class Run(RunFolder):
-    """A recipe in a process of its own, as a user starts it."""
+    """A recipe in a separate process, as a user starts it."""
 
     def __init__(
         self, recipe: str, ray_address: str, run_dir: Path, *options: str, env: Mapping[str, str] | None = None
@@ -133,7 +133,7 @@ class Run(RunFolder):
         )
 
     def wait(self) -> "Run":
-        """Wait for the end; a run that hangs is killed and fails the test."""
+        """Wait for the end. A run that hangs is killed and fails the test."""
         try:
             self.out, self.err = self.process.communicate(timeout=GUARD_S)
         except subprocess.TimeoutExpired:
@@ -147,12 +147,12 @@ class Run(RunFolder):
         """Return the processes, shared memory, actors and placement groups of the run that still exist."""
         run_id = (self.run_dir / "logs" / "trainer-0.log").read_text().split(" in run ")[-1].split()[0]
         wait_until_gone(*itertools.chain.from_iterable(self.starts().values()), timeout_s=60)
-        # Reward code runs in children of the reward role, whose process id stands at the end of their command.
+        # Reward code runs in children of the reward role. Their command ends with its process id.
         wait_until_gone(*running("reward_workers", self.pids().get("reward-0")), timeout_s=60)
         return left_behind(run_id)
 
     def wait_until(self, condition: Callable[[], object]) -> None:
-        """Until something is true of the running run."""
+        """Wait until a condition on the running run is true."""
         deadline = time.monotonic() + GUARD_S
         while not condition():
             assert self.process.poll() is None, self.process.communicate()
@@ -160,11 +160,11 @@ class Run(RunFolder):
             time.sleep(0.05)
 
     def kill(self) -> list[int]:
-        """End the driver as `kill -9` does; returns its workers, which have ended with it."""
+        """End the driver like `kill -9`. Return its workers, which end with it."""
         self.process.kill()
         self.process.communicate()
         pids = list(self.pids().values())
-        # Reward code runs in children of a role, whose process id stands at the end of their command.
+        # Reward code runs in children of a role. Their command ends with its process id.
         children = itertools.chain.from_iterable(running("reward_workers", pid) for pid in pids)
         wait_until_gone(*pids, *children, timeout_s=60)
         return pids
@@ -189,12 +189,12 @@ def is_known(name: str, names: Collection[str], logged: Collection[str]) -> bool
 
 
 def running(module: str, last_argument: object) -> list[int]:
-    """Processes of a module of ours whose command ends in this argument."""
+    """Return the processes of a module of this project whose command ends with this argument."""
     processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_text().split("\0")[:-1]
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has ended in the meantime
             continue
         if words and any(word.endswith(module) for word in words) and words[-1] == str(last_argument):
             processes.append(int(folder.name))

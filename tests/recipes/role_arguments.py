@@ -1,4 +1,4 @@
-"""Calls every method of a recipe's roles in this process, and tells which of them changed its arguments."""
+"""Calls every method of a recipe's roles in this process, and prints which of them changed its arguments."""
 
 import contextlib
 import copy
@@ -21,11 +21,11 @@ from core.exports import export_of, exports_of
 from core.members import Directory
 
 Calls = dict[str, list[tuple[str, tuple[Any, ...]]]]
-"""The methods of each role, with their arguments, in the order of a step; "handle" stands for published weights."""
+"""Methods of each role with their arguments, in the order of a step. "handle" stands for published weights."""
 
 
 def experience() -> Batch:
-    """Two responses of three tokens after a prompt of two, with all columns that any role reads."""
+    """Return two responses of three tokens after a prompt of two, with all columns that any role reads."""
     names = ("logprob", "advantage", "value", "return", "rollout_logprob", "reference_logprob")
     columns = {name: torch.full((10,), 0.25) for name in names}
     mask_N = torch.tensor([False, False, True, True, True] * 2)
@@ -39,7 +39,7 @@ def experience() -> Batch:
 
 
 def same(before: Any, after: Any) -> bool:
-    """Equal to the bit; Batches column by column."""
+    """Compare bit by bit. Batches are compared column by column."""
     if isinstance(before, list):
         return len(before) == len(after) and all(same(x, y) for x, y in zip(before, after, strict=True))
     if not isinstance(before, Batch):
@@ -51,13 +51,13 @@ def same(before: Any, after: Any) -> bool:
 
 
 def prompts() -> Batch:
-    """Two of two tokens."""
+    """Return two prompts of two tokens."""
     ids = {"prompt_id": torch.tensor([0, 1]), "sample_id": torch.tensor([0, 0])}
     return Batch.from_rows({"tokens": [[3, 4], [5, 6]]}, per_sequence=ids, objects={"prompt": ["ab", "cd"]})
 
 
 def in_flight() -> list[tuple[str, tuple[Any, ...]]]:
-    """Responses that are begun, and those of them that are there after a while."""
+    """Start responses, and return those that are finished later."""
     return [("begin", ([prompts()], SamplingConfig(max_new_tokens=4))), ("collect", (5.0,))]
 
 
@@ -131,7 +131,7 @@ def role_group_calls(model: str, folder: Path) -> Calls:
 
 
 def pairs() -> Batch:
-    """Two responses of three tokens to the same, of which the first is better."""
+    """Return two responses of three tokens to the same prompt. The first is better."""
     tokens = experience().only("tokens")
     mask_N = torch.tensor([False, False, True, True, True] * 2)
     columns = {"margin": torch.tensor([0.5, 0.5]), "reference_logprob": torch.tensor([-3.0, -2.0])}
@@ -198,11 +198,11 @@ VERL_WORKERS = {
     "critic": ("critic", "CriticWorker"),
     "rm": ("reward_model", "RewardModelWorker"),
 }
-"""verl_ppo: the file and the class of a role; elsewhere a role is called as its class."""
+"""File and class of a role of verl_ppo. In the other recipes a role is called by its class."""
 
 
 def main(recipe: str, model: str, folder: Path) -> None:
-    """Walk the roles in the order of a step; prints a line per method: its name, and `kept` or `changed`."""
+    """Call the roles in the order of a step. Prints a line per method: its name, and `kept` or `changed`."""
     if recipe == "verl_ppo":
         walk(recipe, verl_config(model, folder), verl_calls(model, folder), folder)
         return
@@ -212,7 +212,8 @@ def main(recipe: str, model: str, folder: Path) -> None:
         calls = pair_calls(recipe, model, folder)
     elif recipe == "openrlhf_ppo":
         sizes = ["train_batch_size=2", "rollout_batch_size=2", "n_samples_per_prompt=1"]
-        sizes += ["async_train=true", "partial_rollout=true", "train.lora_rank=2"]  # adapters: the actor is a reference
+        # adapters: the actor also serves as reference
+        sizes += ["async_train=true", "partial_rollout=true", "train.lora_rank=2"]
         config = import_module(f"recipes.{recipe}.layout").resolved(read_config([f"run_dir={folder}", *sizes]))
         config = replace(config, model=replace(config.model, path=model))
         calls = ppo_calls(model, folder)
@@ -226,14 +227,14 @@ def main(recipe: str, model: str, folder: Path) -> None:
 
 
 def walk(recipe: str, config: Any, calls: Calls, folder: Path) -> None:
-    """Call the methods of each role, and print what became of their arguments."""
+    """Call the methods of each role, and print whether their arguments changed."""
     handle: Any = None
     ends: list[Callable[[], None]] = []
     inside = contextlib.ExitStack()
     for role_name, methods in calls.items():
         module, name = VERL_WORKERS.get(role_name, (role_name.lower(), role_name))
         package = f"recipes.{recipe}.roles"
-        if find_spec(f"{package}.{module}") is None:  # the recipe has none of its own
+        if find_spec(f"{package}.{module}") is None:  # this recipe has no such role
             package, name = "training.roles", f"{name}Worker"
         cls = getattr(import_module(f"{package}.{module}"), name)
         identity = Identity("test", "0", 0.0, Role(role_name), 0, 1)
@@ -249,10 +250,10 @@ def walk(recipe: str, config: Any, calls: Calls, folder: Path) -> None:
             kept_for_update += [(args, before)]
             result = exports[name][1](*args)
             handle = result if name == "publish_weights" else handle
-            # What was appended is held until the update, which must not write into it either.
+            # Appended data is kept until the update, which must not write to it either.
             kept = all(same(x, y) for now, then in kept_for_update for x, y in zip(now, then, strict=True))
             print(f"{cls.__name__}.{name} {'kept' if kept else 'changed'}")
-        # Tests of core export functions of their own to every workload of a process.
+        # Tests of core export functions to every workload of a process.
         ours = ("core.", f"{package.partition('.')[0]}.")
         methods_by_name = {
             name for name, (_, method) in exports.items() if export_of(method) and method.__module__.startswith(ours)

@@ -1,4 +1,4 @@
-"""Every recipe trains on episodes, and generates ahead of training where it is asked to."""
+"""Every recipe trains on episodes, and generates asynchronously on request."""
 
 import json
 import os
@@ -86,7 +86,7 @@ def test_episodes_of_an_agent_are_trained_on_and_evaluated(
         assert line["rollout/turns_mean"] == 2
         assert line["reward/a"] == 1
         assert line["rollout/finished_share"] == 1
-        # One mark per turn and no other token counts; the reward of an episode is the sum of its turns'.
+        # One mark counts per turn. The reward of an episode is the sum over its turns.
         assert batch["action_mask"].equal(batch["turn"] >= 0)
         assert batch.sum_tokens(batch["turn_reward"]).allclose(batch["reward"])
         first = batch.row(0, "tokens").tolist()
@@ -125,7 +125,7 @@ def asynchronous(policy: Path, agent: Path, *more: str) -> list[str]:
 
 
 def prompts_of(run: RunFolder) -> list[int]:
-    """Which prompts were trained on, in order, each once for all its responses."""
+    """Return the prompts that were trained on, in order. All responses to a prompt must be in one batch."""
     return [prompt for batch in batches(run) for prompt in dict.fromkeys(batch["prompt_id"].tolist())]
 
 
@@ -150,7 +150,7 @@ def test_queue_size_0_equals_the_synchronous_run_bit_for_bit(
 def test_a_killed_asynchronous_run_resumes_and_trains_on_every_prompt_once(
     synchronous: LocalRun, policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
-    # From the third checkpoint on no episode continues, so that it is killed with some in the queue and some begun.
+    # From the third checkpoint on, episodes wait. The run is killed with episodes in the queue and in flight.
     gate = Gate(tmp_path / "run/checkpoints/step_3", tmp_path / "go")
     agent = tmp_path / "agent.py"
     agent.write_text(source(gate).replace("is_shut()", "is_shut(label)") + AGENT)
@@ -164,7 +164,7 @@ def test_a_killed_asynchronous_run_resumes_and_trains_on_every_prompt_once(
     run.wait()
     assert run.code == 0, run.err
     assert prompts_of(run) == prompts_of(synchronous)
-    # The first batch is drawn from the weights that are trained; each one after it is one version behind.
+    # The first batch uses the current weights. Each later one is one version behind.
     assert [line["rollout/staleness_max"] for line in run.metrics] == [0, 1, 1, 1, 1, 1]
 
 
@@ -182,7 +182,7 @@ def is_shut(label):
 def test_weights_change_within_episodes_and_the_slowest_episodes_join_the_next_batch(
     synchronous: LocalRun, policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
-    # Two of the first twelve prompts, which are in flight at the start; eight of the others are the first batch.
+    # Two of the first twelve prompts are in flight from the start. Eight of the others form the first batch.
     labels = list(dict.fromkeys(batches(synchronous)[0]["label"]))[:2]
     slow = tmp_path / "slow.py"
     slow.write_text(SLOW.format(metrics=f"{tmp_path}/run/metrics.jsonl", labels=labels) + AGENT)
@@ -194,7 +194,7 @@ def test_weights_change_within_episodes_and_the_slowest_episodes_join_the_next_b
     carried = [line["rollout/carried_groups"] for line in run.metrics]
     assert sum(carried) > 0, carried
     assert max(line["rollout/staleness_max"] for line in run.metrics) <= 2
-    # Some episode has tokens of two versions.
+    # At least one episode has tokens of two weight versions.
     mixed = [
         len(set(versions[versions >= 0].tolist())) > 1
         for batch in batches(run)

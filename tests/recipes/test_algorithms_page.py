@@ -1,4 +1,4 @@
-"""docs/algorithms.md names what there is, and what it names is there."""
+"""docs/algorithms.md names all functions and choices, and all names on it exist."""
 
 import inspect
 import re
@@ -31,7 +31,7 @@ IN_CODE = set(re.findall(r"`([^`\s(]+)", PAGE))
 
 
 def public(module: str) -> list[str]:
-    """The functions that a module of components/rl defines for others."""
+    """Return the public functions of a module of components/rl."""
     functions = inspect.getmembers(import_module(f"components.rl.{module}"), inspect.isfunction)
     return [name for name, f in functions if f.__module__ == f"components.rl.{module}" and not name.startswith("_")]
 

@@ -1,4 +1,4 @@
-"""Every recipe reports a bad input in one line with exit code 2 and starts nothing."""
+"""Every recipe reports an invalid input in one line with exit code 2 and starts nothing."""
 
 import json
 import shutil

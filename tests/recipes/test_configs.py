@@ -1,4 +1,6 @@
-"""The configurations of published models: each is planned with the model's real dimensions, and fits its machines."""
+"""The configurations of published models: each is planned with the real dimensions of its model, and fits its
+machines.
+"""
 
 import json
 import re
@@ -22,7 +24,7 @@ MACHINES = [
 
 @pytest.fixture(scope="module")
 def shapes() -> dict[str, Any]:
-    """config.json of each model, as far as its size goes."""
+    """The entries of each model's config.json that determine its size."""
     return runpy.run_path(str(ROOT / "scripts/plan_table.py"))["MODELS"]
 
 

@@ -1,4 +1,4 @@
-"""recipes/dpo as its users meet it: what it minimises, what it learns, what changes nothing, and what is refused."""
+"""recipes/dpo in complete runs: the loss, learning, invariances, and rejected options."""
 
 import json
 import math
@@ -40,14 +40,12 @@ ROWS = [
     {"prompt": "", "chosen": "a longer answer to nothing at all", "rejected": "no"},
     {"prompt": "name a fruit:", "chosen": " fig", "rejected": ""},
 ]
-"""The second has no prompt, and no token stands before its responses' first; the response of the last is its end
-token.
-"""
+"""The second pair has no prompt, so no token precedes its responses. The last response consists of its end token."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A policy, and another of the same family to be its reference; their tokenizer has no token for padding."""
+    """A policy, and a reference of the same family. Their tokenizer has no padding token."""
     folder = tmp_path_factory.mktemp("models")
     tokenizer = byte_tokenizer()
     tokenizer.pad_token = None
@@ -62,7 +60,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @cache
 def loaded(folder: Path) -> Any:
-    """A model as transformers has it."""
+    """Load a model with transformers."""
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
@@ -73,7 +71,7 @@ def transformers_logprobs(folder: Path, prompt: str, response: str) -> list[floa
     ids = [*before, *after, tokenizer.eos_token_id]
     with torch.no_grad():
         logprob_TV = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
-    # Nothing says how likely the first token of a sequence is.
+    # The first token of a sequence has no log-probability.
     return [0.0 if t == 0 else float(logprob_TV[t - 1, ids[t]]) for t in range(len(before), len(ids))]
 
 
@@ -83,7 +81,7 @@ def pairs_of(folder: Path, rows: list[dict[str, str]]) -> Batch:
 
 
 def gaps(policy: Path, reference: Path) -> list[float]:
-    """By how much the log-ratio of the chosen response is above that of the other, of each pair of ROWS."""
+    """Return, for each pair of ROWS, the log-ratio of the chosen response minus that of the rejected one."""
     gaps_P = []
     for row in ROWS:
         logprob_sums = {k: sum(transformers_logprobs(policy, row["prompt"], row[k])) for k in ("chosen", "rejected")}
@@ -126,7 +124,7 @@ def test_the_loss_equals_the_formulas_of_the_papers_on_transformers_logits(
 def test_the_common_prefix_of_both_responses_adds_nothing_to_the_loss(models: tuple[Path, Path]) -> None:
     config = made()
     batch = pairs_of(models[0], ROWS).with_sequences(reference_logprob=torch.zeros(6))
-    own_N = torch.where(batch["loss_mask"], -1.0, torch.nan)  # nats of each token; a prompt's may be anything
+    own_N = torch.where(batch["loss_mask"], -1.0, torch.nan)  # nats per token; those of prompt tokens are arbitrary
     loss = preference_loss(_sums(own_N, batch), batch, 3, config)
     # -1 for each token and the end token: " two" 5, " eleven, they say" 18, then 34 and 3, 5 and 1.
     gap = [0.1 * (18 - 5), 0.1 * (3 - 34), 0.1 * (1 - 5)]
@@ -135,7 +133,7 @@ def test_the_common_prefix_of_both_responses_adds_nothing_to_the_loss(models: tu
 
 
 def made(**algorithm: Any) -> DPOConfig:
-    """A configuration with these options of the algorithm."""
+    """Return a configuration with these algorithm options."""
     settings = DPOOptions(**algorithm)
     return DPOConfig(model=ModelOptions(path="x"), data=PairDataOptions(path="x"), algorithm=settings)
 
@@ -167,7 +165,7 @@ TIES = {
 
 @pytest.fixture(scope="module")
 def runs(policy: Path, models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
-    """Short runs in one process, by name."""
+    """Return short runs in one process, by name."""
     folder = tmp_path_factory.mktemp("runs")
     options = {name: [f"model.path={policy}", *SHORT.split(), *extra] for name, extra in VARIANTS.items()}
     options["resumed"].append(f"resume={folder}/plain/checkpoints/step_2")
@@ -195,7 +193,7 @@ def runs(policy: Path, models: tuple[Path, Path], tmp_path_factory: pytest.TempP
 
 
 def difference(one: RunFolder, other: RunFolder) -> float:
-    """The largest one between their trained weights."""
+    """Return the maximum difference between their trained weights."""
     weights = [{name: x for name, x in run.weights().items() if name.startswith("hf")} for run in (one, other)]
     assert weights[0].keys() == weights[1].keys() != set()
     return max(float((x - weights[1][name]).abs().max()) for name, x in weights[0].items())
@@ -206,9 +204,9 @@ def test_a_resumed_run_is_bit_equal(runs: dict[str, RunFolder]) -> None:
     assert [line["step"] for line in runs["resumed"].metrics] == [3, 4, 5]
     untimed = [line for line in runs["plain"].learnt() if line["step"] > 2]
     assert untimed == runs["resumed"].learnt()
-    # What was there at the start is known to the end.
+    # Metrics of the initial model are still known at the end.
     assert runs["plain"].summary["score"] == runs["resumed"].summary["score"]
-    assert runs["plain"].summary["score"]["start"] == 0.5  # the policy is its own reference: all pairs are ties
+    assert runs["plain"].summary["score"]["start"] == 0.5  # the policy equals the reference: all pairs are ties
 
 
 @pytest.mark.parametrize("name", TIES)
@@ -291,10 +289,10 @@ def test_adapters_are_trained_and_merged_into_the_saved_model(runs: dict[str, Ru
 @pytest.mark.nightly
 def test_training_improves_the_true_reward_of_the_policy(tmp_path: Path) -> None:
     start = Path(resolve_model("warm_start:sort"))
-    # As in tiny.yaml, which is read because no model is named, with half of the pairs.
+    # As in tiny.yaml, which is read because no model is set, with half of the pairs.
     run = run_locally("dpo", tmp_path, {"run": ["seed=1", "data.max_samples=2760", "evaluation.held_out=200"]})["run"]
     assert run.summary["steps"] == 40
-    # Of 2,560 training pairs, asked about in three calls: each has the reference's words on its own responses.
+    # 2,560 training pairs in three calls: each pair has the reference's log-probabilities of its own responses.
     assert run.lines[1]["actor/margin"] == pytest.approx(0, abs=1e-4)
     end = run.run_dir / "checkpoints" / "step_40" / "hf"
     # Measured: greedy .04 -> .94, sampled .19 -> .75.
@@ -304,7 +302,7 @@ def test_training_improves_the_true_reward_of_the_policy(tmp_path: Path) -> None
 
 
 def truth(folder: Path, temperature: float) -> float:
-    """Share of 300 held-out prompts of the task that a policy answers right."""
+    """Return the share of 300 held-out prompts that a policy answers correctly."""
     task = get_task("sort")
     rows, tokenizer = task.rows("heldout", 300, seed=0), load_tokenizer(folder)
     encoder = TextEncoder(tokenizer)

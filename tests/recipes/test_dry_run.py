@@ -1,4 +1,4 @@
-"""A dry run refuses what the run refuses, and plans for a model that is not here without a verdict."""
+"""A dry run refuses the same inputs as the run, and plans for missing models without a verdict."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LARGE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, rows for each recipe, and a reward function."""
+    """A folder with a model, rows for each recipe, and a reward function."""
     folder = tmp_path_factory.mktemp("dry_run")
     write_policy(folder / "policy")
     rows = {
@@ -48,7 +48,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def planned(recipe: str, options: str, files: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """Exit code, plan and messages of a dry run."""
+    """Return exit code, plan and messages of a dry run."""
     words = options.replace("FILES", str(files)).split()
     code = import_module(f"recipes.{recipe}.main").main(["--dry_run", *words])
     printed = capsys.readouterr()
@@ -121,9 +121,9 @@ def test_a_config_json_suffices_for_the_memory_plan(files: Path, capsys: pytest.
     assert code == 0, error
     assert re.search(says("model.path", "no weights"), error)
     memory = {row["role"]: row for row in json.loads(plan)["memory"]}
-    # 32.8 billion parameters in bfloat16, of which each of four devices of an engine holds a quarter.
+    # 32.8 billion parameters in bfloat16. Each of four devices of an engine holds a quarter of them.
     assert memory["ROLLOUT"]["weights"] == pytest.approx(65.5e9 / 4, rel=0.01)
-    # One machine has no room for them, and a dry run of a run there is refused.
+    # One machine has not enough memory, so a dry run for it is refused.
     code, _, error = planned("grpo", f"{RL} {STEP} model.path=FILES/large", files, capsys)
     assert code == 2
     assert "it cannot fit" in error

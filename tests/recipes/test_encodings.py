@@ -1,4 +1,4 @@
-"""A run prints and writes any text, whatever encoding its terminal has."""
+"""A run prints and writes any text, for any encoding of its terminal."""
 
 import os
 import subprocess
@@ -44,7 +44,7 @@ def test_an_ascii_terminal_shows_emojis_of_names_and_user_code_as_escapes(tmp_pa
     done = program("-m", "recipes.grpo.main", *arguments, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert f"run folder {tmp_path}/run \\U0001f600".encode() in done.stdout
-    assert b"\\U0001f600 \\ud800" in done.stderr  # a reward's process writes there
+    assert b"\\U0001f600 \\ud800" in done.stderr  # the process of the reward writes there
     assert (run_dir / "report.html").is_file()
     report = program(str(ROOT / "scripts/report.py"), str(run_dir), PYTHONIOENCODING="ascii")
     assert (report.returncode, b"\\U0001f600" in report.stdout) == (0, True)

@@ -1,4 +1,4 @@
-"""grpo with a mixture whose experts two ranks share (parallel.expert) learns what one rank learns."""
+"""grpo with expert parallelism (parallel.expert) on two ranks gives the results of one rank."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Before training, every recipe shows what the model reads first, what it learns of it, and which columns were used."""
+"""Before training, every recipe shows the first example, the part that is trained on, and the used columns."""
 
 import json
 import re
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.full
 USER = {"role": "user", "content": "2+2?"}
 ASSISTANT = {"role": "assistant", "content": "It is"}
 RENDERED = "'<user>2+2?\\n<assistant>"
-"""The prompt as the template of the model writes it and Python shows it."""
+"""The prompt as rendered by the template and escaped by Python."""
 ROLLOUTS = ("grpo", "reinforce_pp", "multi_turn", "openrlhf_ppo", "verl_ppo")
 LINES = {
     "sft": [("first demonstration", RENDERED, "[[learnt]]", "4", "[[/learnt]]")],
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(recipe: str, model: Path, folder: Path, **more: Any) -> list[str]:
-    """A run of one row of the kind that a recipe reads."""
+    """Run a recipe with one row of its kind."""
     row: dict[str, Any] = {"prompt": [USER], "note": "x"}
     if recipe == "sft":
         row["response"] = [{"role": "assistant", "content": "4"}]

@@ -1,6 +1,6 @@
-"""In the first optimizer step of a batch the ratio is exactly 1: the policy before it is the policy itself.
+"""In the first optimizer step of a batch the ratio is exactly 1, because the current policy is the old policy.
 
-Another pass of it may have other rows in its micro-batches, and products of other rows round otherwise.
+A separate pass of the same policy could round differently, because its micro-batches have other rows.
 """
 
 from importlib import import_module
@@ -29,7 +29,7 @@ NAMES = {
 
 
 def updated(recipe: str, precision: str, folder: Path, experience: Batch) -> dict[str, float]:
-    """Metrics of a step whose old log-probabilities are all half a nat above the policy's."""
+    """Return the metrics of a step whose old log-probabilities are half a nat above the policy's."""
     tokenizer = task_tokenizer(get_task("sort"))
     tiny_model(tokenizer, 0, hidden=32, layers=1, intermediate=64).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -55,5 +55,5 @@ def test_the_first_ratio_is_1_for_any_result_of_an_earlier_pass(recipe: str, pre
     rollouts = Batch.load(GOLDEN / f"{recipe}.parquet")
     metrics = updated(recipe, precision, tmp_path, rollouts.select((rollouts["step"] == 0).nonzero().squeeze(1)))
     assert metrics["first_ratio_mean"] == pytest.approx(1.0, abs=1e-6)
-    # The mean of both optimizer steps: 1, and about exp(-0.5).
+    # The mean of both optimizer steps: 1 and about exp(-0.5).
     assert 0.6 < metrics["ratio_mean"] < 0.9

@@ -1,6 +1,6 @@
-"""Golden traces: five updates of each recipe on stored rollouts give the metrics that are stored beside them.
+"""Golden traces: five updates of each recipe on stored rollouts give the stored metrics.
 
-A change that is meant to move them is followed by `python scripts/golden.py`, whose output says what moved.
+After an intended change run `python scripts/golden.py`, whose output lists the changed metrics.
 """
 
 import json
@@ -47,7 +47,7 @@ def test_the_script_prints_and_stores_changed_metrics(
         golden.main()
     assert capsys.readouterr().out == f"sft: step 3 loss: {loss * 1.25:.6g} -> {loss:.6g} (-20.000%)\n"
     assert trace(tmp_path, "sft")[2]["loss"] == pytest.approx(loss, rel=1e-4)
-    # What has not moved is left as it is, so that another machine does not rewrite it digit by digit.
+    # Equal values are not rewritten, so that another machine does not change their last digits.
     assert (tmp_path / "dpo.json").read_bytes() == (GOLDEN / "dpo.json").read_bytes()
 
 
@@ -61,7 +61,7 @@ def test_a_trace_is_small_and_has_values_for_every_step(recipe: str) -> None:
 
 
 def test_every_recipe_with_its_own_update_has_a_trace() -> None:
-    assert set(RECIPES) - set(golden.RECIPES) == {"multi_turn"}  # with grpo's actor
+    assert set(RECIPES) - set(golden.RECIPES) == {"multi_turn"}  # it uses grpo's actor
 
 
 def test_a_recipe_without_a_trace_is_refused(

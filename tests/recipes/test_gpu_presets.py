@@ -1,4 +1,4 @@
-"""gpu.yaml of the recipes that sample: what a run of one's own starts from on GPUs; planned, as there are none here."""
+"""gpu.yaml of the recipes that sample: the defaults of a user's run on GPUs, tested by plans without GPUs."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from tests.messages import says
 RECIPES = ["grpo", "reinforce_pp", "multi_turn", "openrlhf_ppo", "verl_ppo"]
 QWEN: dict[str, Any] = {"model_type": "qwen2", "num_hidden_layers": 28, "max_position_embeddings": 32768}
 MODELS = {
-    # Of Qwen2.5-1.5B on one GPU of 141 GB, and of Qwen2.5-7B on eight of 80 GB.
+    # Choices for Qwen2.5-1.5B on one GPU of 141 GB, and for Qwen2.5-7B on eight GPUs of 80 GB.
     "1x1x141GB": {
         "hidden_size": 1536,
         "num_attention_heads": 12,
@@ -38,16 +38,16 @@ DATA = ["data.path=task:sort", "data.max_prompt_tokens=1024", "rollout.max_new_t
 
 
 def required_options(recipe: str, folder: Path, machines: str) -> list[str]:
-    """Options with a model of which there is only the shape."""
+    """Return options with a model of which only the config exists."""
     (folder / "config.json").write_text(json.dumps(QWEN | MODELS[machines]))
     agent = ["agent.func_path=env:guess", "data.path=task:guess"] if recipe == "multi_turn" else []
-    # An episode is as long as the model has positions, unless a user says otherwise.
+    # The length of an episode is that of the model's positions, unless it is set.
     agent += ["agent.max_tokens=2048"] if agent else []
     return [f"model.path={folder}", *DATA, *agent, "dry_run=true", f"assume_devices={machines}"]
 
 
 def planned(recipe: str, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
-    """The plan, and what a person is shown of it."""
+    """Return the plan, and the part that is printed."""
     code = import_module(f"recipes.{recipe}.main").main(arguments)
     shown = capsys.readouterr()
     assert code == 0, shown.err
@@ -62,7 +62,7 @@ def test_on_gpus_a_user_model_uses_packing_and_chosen_options_and_fits(
     plan, shown = planned(recipe, required_options(recipe, tmp_path, machines), capsys)
     config = plan["config"]
     train, placement = config["train"], config["placement"]
-    assert (train["precision"], train["packing"]) == ("bf16", None)  # packed where the model can
+    assert (train["precision"], train["packing"]) == ("bf16", None)  # packing, if the model supports it
     assert config["rollout"]["engine"] == "vllm"
     assert placement["colocate"]
     chosen = dict(text.partition(":")[0].split("=") for text in plan["chosen"])
@@ -83,17 +83,17 @@ def test_user_options_override_the_preset(tmp_path: Path, capsys: pytest.Capture
     assert (plan["config"]["train"]["packing"], plan["config"]["train"]["gradient_checkpointing"]) == (False, True)
     assert plan["config"]["placement"]["engines_sleep"] is True
     assert "engines_sleep" not in str(plan["chosen"])
-    # With a file of their own they have said it all.
+    # A file of the user replaces the preset.
     path = tmp_path / "own.yaml"
     path.write_text("train: {zero_stage: 2}\n")
     plan, shown = planned("grpo", [*arguments, "--config", str(path)], capsys)
     assert (plan["config"]["train"]["engine"], plan["config"]["train"]["packing"]) == ("deepspeed", None)
     assert "gpu.yaml" not in shown
-    # A variant of the algorithm, which lies beside the preset, says nothing of that.
+    # A file of the recipe next to the preset, such as a variant of the algorithm, does not replace it.
     plan, shown = planned("grpo", [*arguments, "--config", "recipes/grpo/dr_grpo.yaml"], capsys)
     assert (plan["config"]["train"]["engine"], plan["config"]["algorithm"]["std_norm"]) == ("fsdp", False)
     assert "gpu.yaml" in shown
-    # Without GPUs, and of the demonstration, nothing is set.
+    # Without GPUs, and in the demonstration, the preset is not used.
     for others in (["assume_devices=0", *arguments[:-1]], ["dry_run=true", "assume_devices=8"]):
         _, shown = planned("grpo", others, capsys)
         assert "gpu.yaml" not in shown
@@ -133,7 +133,7 @@ def test_run_sh_installs_vllm_if_there_are_gpus_and_a_preset(
     )
     assert done.returncode == 0, done.stderr
     first = "--quiet recipes vllm" if has_gpu and has_preset else "--quiet recipes"
-    # The folder is looked at by Python, and then run.
+    # The folder is checked by Python, and then run.
     expected = [first, *(["--quiet recipes"] if fails else []), "ran", "ran"]
     assert (tmp_path / "calls").read_text().splitlines() == expected
     assert bool(re.search(says("vLLM", "installed"), done.stderr)) == bool(fails)

@@ -1,4 +1,4 @@
-"""recipes/grpo/algorithm.py: what each option makes of the same four responses, by hand."""
+"""recipes/grpo/algorithm.py: the effect of each option on the same four responses, calculated by hand."""
 
 import math
 from dataclasses import replace
@@ -17,7 +17,7 @@ from training.options.rollout_options import RolloutOptions
 
 
 def config(**algorithm: Any) -> GRPOConfig:
-    """Two prompts, two responses each, of 4 tokens at most."""
+    """Two prompts with two responses each, of at most 4 tokens."""
     common = read_config(["model.path=x", "data.path=task:sort", "prompts_per_step=2", "samples_per_prompt=2"])
     common.rollout = RolloutOptions(max_new_tokens=4)
     common.algorithm = AlgorithmOptions(**algorithm)
@@ -25,7 +25,7 @@ def config(**algorithm: Any) -> GRPOConfig:
 
 
 def responses() -> Batch:
-    """Prompts of one token and answers of 1, 2, 2 and 3; the groups' responses are not next to each other."""
+    """Prompts of one token and responses of 1, 2, 2 and 3 tokens. The responses of a group are not adjacent."""
     mask = [False, True] + [False, True, True] * 2 + [False, True, True, True]
     return Batch(
         [2, 3, 3, 4],
@@ -58,7 +58,8 @@ def test_equal_rewards_within_a_group_give_zero_advantages(std_norm: bool) -> No
 
 
 def test_the_overlong_penalty_grows_with_the_tokens_in_the_buffer() -> None:
-    # Free are 4 - 3 = 1 tokens. Responses of 1, 2, 2 and 3 use 0, 1, 1 and 2 thirds of the buffer, at 3 for all of it.
+    # 4 - 3 = 1 token is free of penalty. Responses of 1, 2, 2 and 3 use 0, 1, 1 and 2 thirds of the buffer. The penalty
+    # for all of it is 3.
     shaped = shaped_rewards(responses(), config(overlong_buffer=3, overlong_penalty=3.0))
     assert shaped.tolist() == pytest.approx([1.0, 3.0, 2.0, 0.0])
 
@@ -69,7 +70,7 @@ def test_the_overlong_penalty_grows_with_the_tokens_in_the_buffer() -> None:
 def test_the_correction_reweights_tokens_by_the_ratio_of_trainer_and_engine(
     correction: Any, weights: list[float]
 ) -> None:
-    # p / q of the four responses' tokens: 1 | 4 4 | 1/4 4 | 8 1 1.
+    # p / q of the tokens of the four responses: 1 | 4 4 | 1/4 4 | 8 1 1.
     gap_N = torch.tensor([1, 1, 1, 4, 4, 1, 0.25, 4, 1, 8, 1, 1]).log()
     batch = responses().with_tokens(logprob=gap_N - 9, rollout_logprob=torch.full((12,), -9.0))
     experience = add_advantages(batch, config(correction=correction, correction_range=(0.5, 2.0)))
@@ -77,7 +78,7 @@ def test_the_correction_reweights_tokens_by_the_ratio_of_trainer_and_engine(
 
 
 class Fixed(torch.nn.Module):
-    """A policy over four tokens, all equally likely, that looks at nothing before them."""
+    """A policy over four equally likely tokens, independent of the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,8 +96,8 @@ NOW = -math.log(4)
 
 
 def learnt_from(old: list[float]) -> Batch:
-    """A response of two tokens with advantage 1, and one of one token with advantage -2, each after a prompt of one;
-    `old` are the three ratios that the policy has moved by.
+    """Return a response of two tokens with advantage 1, and one of one token with advantage -2, each after a prompt of
+    one token. `old` has the three ratios of the policy to the old policy.
     """
     one, two, three = (NOW - math.log(ratio) for ratio in old)
     return Batch(
@@ -119,17 +120,17 @@ TOTALS = Totals(tokens=3, sequences=2)
 @pytest.mark.parametrize(
     ("options", "loss"),
     [
-        # Ratios 1.5, 1.25, 0.5; the first is cut to 1.2, the second is not cut at 1.28, the third is cut to 0.8:
-        # -1.2, -1.2, 1.6 over three tokens; and with clip-higher -1.28, -1.25, 1.6.
+        # Ratios 1.5, 1.25, 0.5. The first is clipped to 1.2, the second to 1.2 or, with clip-higher 1.28, not at all,
+        # the third to 0.8: -1.2, -1.2, 1.6 over three tokens, and with clip-higher -1.28, -1.25, 1.6.
         ({}, (-1.2 - 1.2 + 1.6) / 3),
         ({"clip_high": 0.28}, (-1.28 - 1.25 + 1.6) / 3),
-        # Means over responses, their sums, and their sums over the 4 tokens that there may be.
+        # Means over responses, their sums, and their sums over the maximum length of 4 tokens.
         ({"loss_aggregation": "seq-mean-token-mean"}, (-1.2 + 1.6) / 2),
         ({"loss_aggregation": "seq-mean-token-sum"}, (-2.4 + 1.6) / 2),
         ({"loss_aggregation": "seq-mean-token-sum-norm"}, (-2.4 + 1.6) / 2 / 4),
-        # GSPO: both tokens of the first response have the root of 1.5 * 1.25.
+        # GSPO: both tokens of the first response have the ratio sqrt(1.5 * 1.25).
         ({"ratio": "sequence", "clip_high": 1.0}, (-2 * math.sqrt(1.875) + 1.6) / 3),
-        # The first token counts twice, the last not at all.
+        # The first token has weight 2, the last one weight 0.
         ({"correction": "tis"}, (-2.4 - 1.2) / 3),
     ],
 )
@@ -142,10 +143,10 @@ def test_the_loss_equals_a_calculation_by_hand(options: dict[str, Any], loss: fl
 
 def test_the_kl_loss_is_added_to_the_surrogate_with_its_coefficient() -> None:
     output = policy_loss(Fixed(), learnt_from([1.0, 1.0, 1.0]), TOTALS, config(kl_coef=0.1))
-    # d is 0, ln 2, 0: k3 is exp(-d) - 1 + d = ln 2 - 1/2 at the second token alone.
+    # d is 0, ln 2, 0. k3 is exp(-d) - 1 + d = ln 2 - 1/2 at the second token, and 0 elsewhere.
     kl = (math.log(2) - 0.5) / 3
     assert float(output.metrics["kl_loss"]) == pytest.approx(kl, abs=1e-6)
-    assert float(output.loss) == pytest.approx(0.1 * kl, abs=1e-6)  # -1 - 1 + 2 is nothing
+    assert float(output.loss) == pytest.approx(0.1 * kl, abs=1e-6)  # -1 - 1 + 2 is 0
     assert float(output.metrics["policy_loss"]) == pytest.approx(0.0, abs=1e-6)
 
 
@@ -161,7 +162,7 @@ def test_without_a_recomputed_logprob_the_current_policy_is_the_old_policy() -> 
 
 
 def minibatches(count: int, settings: GRPOConfig, step: int) -> list[torch.Tensor]:
-    """As the policy's ranks cut a step."""
+    """As the policy's ranks divide a step."""
     parts = settings.optimizer_steps(count)
     return shuffled_minibatches(count, parts, settings.train.epochs, seed=settings.seed, step=step)
 
@@ -176,6 +177,6 @@ def test_each_epoch_uses_every_response_once_in_a_new_order() -> None:
     assert parts[:2] != parts[2:]
     assert parts == [part.tolist() for part in minibatches(8, settings, step=1)]
     assert parts != [part.tolist() for part in minibatches(8, settings, step=2)]
-    # At the end of filtered data, of fewer responses, fewer optimizer steps are made, each of about four responses.
+    # At the end of filtered data a step has fewer responses, and fewer optimizer steps of about four responses.
     assert [len(part) for part in minibatches(5, settings, step=1)] == [5, 5]
     assert [len(part) for part in minibatches(1, settings, step=1)] == [1, 1]

@@ -1,4 +1,4 @@
-"""Whichever process of a run is killed or stopped, and whenever, the run ends as one that nobody touched."""
+"""A run of which any process is killed or stopped at any moment gives the results of an undisturbed run."""
 
 import functools
 import os
@@ -33,7 +33,7 @@ MODEL = {"openrlhf_ppo": "pretrain", "verl_ppo": "actor_rollout_ref.model.path"}
 
 
 STALL_S = 120
-"""A stopped process is ended after so long. Of what happens here importing takes longest, and shows no progress."""
+"""Seconds after which a stopped process is ended. The longest activity here without progress is importing."""
 INSTANCES = {
     "grpo ahead of training": ["actor-0", "reference-0", "rollout-0", "trainer-0"],
     "multi_turn": ["actor-0", "rollout-0", "trainer-0"],
@@ -44,7 +44,7 @@ INSTANCES = {
 
 @dataclass
 class Moment:
-    """When a process is struck."""
+    """Moments at which a process is killed."""
 
     name: str
     has_come: Callable[[Run], object]
@@ -74,7 +74,7 @@ def started(
 
 @pytest.fixture(scope="module")
 def untouched(started: Callable[[str], Run]) -> Callable[[str], Run]:
-    """The run of a case that nobody touches, done once."""
+    """The undisturbed run of a case, which runs once."""
 
     @functools.cache
     def run(case: str) -> Run:
@@ -99,14 +99,14 @@ def test_a_process_stopped_once_and_killed_twice_does_not_change_results(
         strike(run, instance, moment, signal.SIGSTOP if place == stopped_at else signal.SIGKILL)
     run.wait()
     assert run.code == 0, run.err
-    # Ahead of training, the rollouts of a new engine may come from newer weights than the lost ones would have.
+    # Asynchronous rollouts of a new engine may use newer weights than those of the lost one.
     if not (case.startswith("grpo") and instance == "rollout-0"):
         same(run, expected)
     assert run.left_behind() == []
 
 
 def strike(run: Run, instance: str, moment: Moment, how: signal.Signals) -> None:
-    """Kill or stop a process at a moment, and wait until it has been started again."""
+    """Kill or stop a process at a moment, and wait until it is started again."""
     run.wait_until(lambda: moment.has_come(run) and instance in run.pids())
     pid, began = run.pids()[instance], time.monotonic()
     os.kill(pid, how)

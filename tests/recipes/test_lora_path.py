@@ -1,4 +1,4 @@
-"""Training that begins with adapters from a folder: what engines draw, what is trained, resumed and written."""
+"""Training that starts from adapters in a folder: generation, training, resume and export."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ SMALL = """
 
 
 def write_adapters(folder: Path, model: Path, **settings: Any) -> Path:
-    """Write adapters, far from 0, that peft makes of a model."""
+    """Write adapters with weights far from 0, created by peft for a model."""
     from peft import LoraConfig, get_peft_model
 
     adapter_settings: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]} | settings
@@ -78,11 +78,11 @@ def test_the_first_responses_come_from_the_model_with_the_loaded_adapters(model:
     acts = batch["action_mask"]
     expected = torch.cat([logprobs(adapted, batch, row) for row in range(len(batch))])
     torch.testing.assert_close(batch["rollout_logprob"][acts], expected, rtol=0, atol=1e-4)
-    # The reference is the model without them.
+    # The reference is the model without adapters.
     torch.testing.assert_close(batch["reference_logprob"][acts], torch.cat(plain), rtol=0, atol=1e-4)
     assert (expected - torch.cat(plain)).abs().mean() > 0.01
     assert run.metrics[0]["actor/first_ratio_mean"] == pytest.approx(1, abs=1e-5)
-    # What is written can be loaded as what was given, and the merged weights compute the same.
+    # The export can be loaded like the input, and the merged weights compute the same.
     after = run.run_dir / "checkpoints" / "step_2"
     (written,) = after.rglob("adapter_config.json")
     assert json.loads(written.read_text())["r"] == 4

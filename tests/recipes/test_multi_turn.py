@@ -1,4 +1,4 @@
-"""recipes/multi_turn: what its estimators make of the same episodes, by hand, and that it learns to play."""
+"""recipes/multi_turn: its estimators on the same episodes, calculated by hand, and a run that learns to play."""
 
 import math
 import re
@@ -34,7 +34,7 @@ MODEL = ["model.path=x", "data.path=task:guess", "agent.func_path=env:guess"]
 
 
 def config(**algorithm: Any) -> MultiTurnConfig:
-    """Nothing is whitened where it is not asked for."""
+    """A configuration with whitening off unless an option enables it."""
     loaded = read_config([*MODEL, "prompts_per_step=1", "samples_per_prompt=3"])
     changes: dict[str, Any] = {"whiten": False} | algorithm
     loaded.algorithm = AlgorithmOptions(**changes)
@@ -42,8 +42,9 @@ def config(**algorithm: Any) -> MultiTurnConfig:
 
 
 def episodes() -> Batch:
-    """Three of one prompt: turns of two tokens and one that earn 0 and 4; one of one token that earns 1; and two of one
-    token that earn 3 and 1. Then one of another prompt: a turn that earns 5. Feedback is a token between turns.
+    """Three episodes of one prompt. The first has turns of two tokens and one token with rewards 0 and 4. The second
+    has one token with reward 1. The third has two turns of two tokens with rewards 3 and 1. The only episode of another
+    prompt has one turn with reward 5. One feedback token follows each turn but the last.
     """
     turns = [[-1, 0, 0, -1, 1], [-1, 0], [-1, 0, -1, 1], [-1, 0]]
     rewards = [[9.0, 0.0, 0.0, 9.0, 4.0], [9.0, 1.0], [9.0, 3.0, 9.0, 1.0], [9.0, 5.0]]
@@ -55,7 +56,7 @@ def episodes() -> Batch:
         "turn_reward": torch.tensor([reward for row in rewards for reward in row]),
         "logprob": torch.full((13,), -1.0),
         "rollout_logprob": torch.tensor([-1.0, -1.0 - math.log(2)] + [-1.0] * 10 + [-1.0 + math.log(8)]),
-        # The policy is surer than the reference of the first episode's last turn alone.
+        # The policy has a higher probability than the reference only in the first episode's last turn.
         "reference_logprob": torch.tensor([-1.0] * 4 + [-1.5] + [-1.0] * 8),
     }
     prompts = {"reward": torch.tensor([4.0, 1.0, 4.0, 5.0]), "prompt_id": torch.tensor([7, 7, 7, 2])}
@@ -63,7 +64,7 @@ def episodes() -> Batch:
 
 
 def learnt(**algorithm: Any) -> list[float]:
-    """The advantages of the seven tokens that the policy wrote."""
+    """Return the advantages of the policy's seven tokens."""
     learned = add_advantages(episodes(), config(**algorithm))
     assert learned["advantage"][~learned["action_mask"]].tolist() == [0.0] * 6
     return learned["advantage"][learned["action_mask"]].tolist()
@@ -73,16 +74,16 @@ def learnt(**algorithm: Any) -> list[float]:
     ("estimator", "shaped"),
     [
         ("reinforce", [4, 1, 4, 5]),
-        # Less the mean of 4, 1 and 4, which is 3; who is alone is at the mean.
+        # Minus 3, the mean of 4, 1 and 4. A single episode equals its mean.
         ("reinforce_baseline", [1, -2, 1, 0]),
         ("dr_grpo", [1, -2, 1, 0]),
-        # Less the means of the others: 5/2, 4, 5/2.
+        # Minus the means of the others: 5/2, 4, 5/2.
         ("rloo", [1.5, -3, 1.5, 0]),
-        # Over the deviation, whose square is (1 + 4 + 1) / 2.
+        # Divided by the standard deviation, whose square is (1 + 4 + 1) / 2.
         ("grpo", [1 / math.sqrt(3), -2 / math.sqrt(3), 1 / math.sqrt(3), 0]),
-        # Times 4 episodes over the 3 whose prompt's differ.
+        # Multiplied by 4 episodes over the 3 in the informative group.
         ("gpg", [4 / 3, -8 / 3, 4 / 3, 0]),
-        # Two are the best, so that nobody is ahead.
+        # Two episodes are equally good, so none has a lead.
         ("grpo_passk", [0, 0, 0, 0]),
     ],
 )
@@ -95,9 +96,9 @@ def test_credit_by_trajectory_gives_all_turns_the_advantage_of_the_episode(estim
 
 
 def test_credit_by_turn_compares_the_returns_from_each_turn_onwards() -> None:
-    # From the first turns on 4, 1 and 4, mean 3; from the second ones 4 and 1, mean 2.5.
+    # From the first turns on 4, 1 and 4 with mean 3. From the second turns on 4 and 1 with mean 2.5.
     assert learnt(credit="turn") == pytest.approx([1, 1, 1.5, -2, 1, -1.5, 0])
-    # Discounted by half: 0 + 4/2, 1 and 3 + 1/2, mean 13/6.
+    # With discount 1/2: 0 + 4/2, 1 and 3 + 1/2 with mean 13/6.
     first = [2 - 13 / 6, 1 - 13 / 6, 3.5 - 13 / 6]
     expected = [first[0], first[0], 1.5, first[1], first[2], -1.5, 0]
     assert learnt(credit="turn", turn_gamma=0.5) == pytest.approx(expected, abs=1e-6)
@@ -105,7 +106,7 @@ def test_credit_by_turn_compares_the_returns_from_each_turn_onwards() -> None:
 
 
 def test_advantages_are_whitened_over_the_step_if_the_estimator_does_so() -> None:
-    # 1, 1, 1, -2, 1, 1, 0: mean 3/7, and of the squares 9/7, so the deviation is sqrt(9/7 - 9/49).
+    # 1, 1, 1, -2, 1, 1, 0: mean 3/7, mean square 9/7, so the deviation is sqrt(9/7 - 9/49).
     deviation = math.sqrt(9 / 7 - 9 / 49)
     expected = [(x - 3 / 7) / deviation for x in (1, 1, 1, -2, 1, 1, 0)]
     assert learnt(whiten=None) == pytest.approx(expected, abs=1e-6)
@@ -118,12 +119,12 @@ def test_advantages_are_whitened_over_the_step_if_the_estimator_does_so() -> Non
 
 
 def test_the_future_kl_is_subtracted_from_each_token() -> None:
-    # k1 is 0.5 at the last token of the first episode, whose other tokens come before it.
+    # k1 is 0.5 at the last token of the first episode, and is subtracted from all its earlier tokens.
     assert learnt(kl_coef=0.1) == pytest.approx([0.95, 0.95, 0.95, -2, 1, 1, 0])
 
 
 def test_the_correction_weights_tokens_by_the_ratio_of_new_to_old_probability() -> None:
-    # The first token is twice as likely as it was when it was drawn, the last one an eighth as likely.
+    # The first token is twice as likely as when it was sampled, the last one an eighth as likely.
     for correction, first, last in (("tis", 1.5, 0.5), ("icepop", 0.0, 0.0)):
         learned = add_advantages(episodes(), config(correction=correction, correction_range=(0.5, 1.5)))
         weight = learned["correction"][learned["action_mask"]]
@@ -182,20 +183,20 @@ def test_the_policy_learns_the_reward_of_an_environment_in_every_turn(runner: Pa
     digits += ["train.mini_batch_size=64"]
     run = run_locally("multi_turn", tmp_path, {"run": options_of(runner, *digits, "evaluation.max_samples=128")})["run"]
     score = run.summary["score"]
-    # Measured, sampled at temperature 1 and (greedy): .54 -> .98 (.69 -> 1.0). The turns were right in .81 and .33 of
-    # the first step's episodes, in .99 and .94 of the sixth's.
+    # Measured at temperature 1 and (greedy): .54 -> .98 (.69 -> 1.0). The two turns were correct in .81 and .33 of the
+    # first step's episodes, and in .99 and .94 of the sixth's.
     assert score["end"] - score["start"] > 0.2
     first, last = run.metrics[0], run.metrics[-1]
     assert last["reward/right_1"] > 0.9
     assert last["reward/right_2"] > first["reward/right_2"] + 0.25
     for line in run.metrics:
-        # What the engine drew is what is trained on, token for token, in every turn.
+        # The trained tokens are exactly the sampled ones, in every turn.
         assert line["rollout/logprob_gap_max"] < 1e-4
         assert (line["rollout/finished_share"], line["rollout/turns_mean"]) == (1, 2)
 
 
 def test_a_run_with_credit_by_turn_trains_on_the_reward_of_each_turn(turns: LocalRun) -> None:
-    # What the policy reads first is shown once, as its environment has written it.
+    # The first prompt is shown once, as written by the environment.
     assert len(re.findall(r"first episode begins \(\d+ characters, \d+ tokens\): .*token ids", turns.out)) == 1
     assert (turns.summary["status"], turns.summary["score"]["examples"]) == ("finished", 16)
     assert (turns.run_dir / "checkpoints/step_2/hf/model.safetensors").is_file()

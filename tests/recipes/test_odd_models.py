@@ -1,4 +1,4 @@
-"""Models that cannot be trained, and programs that nobody can keep in, are said before anything starts."""
+"""Models that cannot be trained, and programs that cannot be isolated, are refused before anything starts."""
 
 import json
 import re
@@ -15,9 +15,9 @@ from training.options.config import CommandLine
 
 
 def started(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that a run with this model ends with, as bad input."""
+    """Return the one line with which a run with this model ends, as for other invalid input."""
     run = folder.parent / "run"
-    capsys.readouterr()  # of saving the model
+    capsys.readouterr()  # output of saving the model
     assert COMMAND.main([f"model.path={folder}", "data.path=task:sort", "backend=local", f"run_dir={run}"]) == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1
@@ -61,12 +61,12 @@ def test_lengths_that_do_not_fit_are_refused_before_anything_starts(
     tiny_model(tokenizer, seed=1, max_positions=64).model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     arguments = [f"model.path={folder}", "data.path=task:sort", "data.max_samples=64", f"run_dir={tmp_path}/run"]
-    # No prompt at all leaves room for 64 tokens; one of 6 tokens does for 58.
+    # No prompt is short enough for 64 new tokens. One of 6 tokens is for 58.
     for options in (["rollout.max_new_tokens=64", "dry_run=true"], ["rollout.max_new_tokens=59"]):
         assert COMMAND.main([*arguments, *options]) == 2
         assert re.search(says(f"model.path={folder}", "64 positions", options[0]), capsys.readouterr().err)
     assert COMMAND.main([*arguments, "rollout.max_new_tokens=58", "dry_run=true"]) == 0
-    # Another machine's plan may be of a model of other lengths.
+    # A plan for another machine may use a model with other lengths.
     assert COMMAND.main([*arguments, "rollout.max_new_tokens=64", "dry_run=true", "assume_devices=8x2"]) == 0
     assert not (tmp_path / "run").exists()
 

@@ -1,4 +1,4 @@
-"""recipes/openrlhf_ppo/algorithm.py: what each estimator and penalty makes of the same four responses, by hand."""
+"""recipes/openrlhf_ppo/algorithm.py: each estimator and penalty on the same four responses, calculated by hand."""
 
 import math
 from typing import Any, get_args
@@ -20,7 +20,7 @@ from training.roles.updates import over_updates
 
 
 def config(**changes: Any) -> PPOConfig:
-    """Two prompts, two responses each, no reference; with these options of the algorithm."""
+    """A configuration for two prompts with two responses each, without reference, with these algorithm options."""
     settings: dict[str, Any] = {"kl_coef": 0.0} | changes
     return PPOConfig(
         prompts_per_step=2,
@@ -34,7 +34,7 @@ def config(**changes: Any) -> PPOConfig:
 
 
 def responses() -> Batch:
-    """Prompts of one token and answers of 1, 2, 2 and 3; the groups' responses are not next to each other."""
+    """Prompts of one token and responses of 1, 2, 2 and 3 tokens. The responses of a group are not adjacent."""
     mask = [False, True] + [False, True, True] * 2 + [False, True, True, True]
     return Batch(
         [2, 3, 3, 4],
@@ -51,19 +51,19 @@ def responses() -> Batch:
     ("estimator", "shaped"),
     [
         ("reinforce", [1.0, 4.0, 3.0, 2.0]),
-        # group 7 is 1 and 3, group 5 is 4 and 2: means 2 and 3
+        # group 7 has 1 and 3, group 5 has 4 and 2: means 2 and 3
         ("reinforce_baseline", [-1.0, 1.0, 1.0, -1.0]),
         ("dr_grpo", [-1.0, 1.0, 1.0, -1.0]),
-        # less the other one
+        # minus the other response
         ("rloo", [-2.0, 2.0, 2.0, -2.0]),
-        # both standard deviations are the square root of 2
+        # both standard deviations are sqrt(2)
         ("grpo", [-(2**-0.5), 2**-0.5, 2**-0.5, -(2**-0.5)]),
         ("gae", [1.0, 4.0, 3.0, 2.0]),
-        # less the mean by length: (1 * 1 + 2 * 3) / 3 and (2 * 4 + 3 * 2) / 5
+        # minus the mean weighted by length: (1 * 1 + 2 * 3) / 3 and (2 * 4 + 3 * 2) / 5
         ("opo", [1 - 7 / 3, 1.2, 3 - 7 / 3, -0.8]),
-        # all groups say something
+        # all groups are informative
         ("gpg", [-1.0, 1.0, 1.0, -1.0]),
-        # 2 ahead of the other, over the square root of 2
+        # a lead of 2 over the other, divided by sqrt(2)
         ("grpo_passk", [0.0, 2**0.5, 2**0.5, 0.0]),
     ],
 )
@@ -91,7 +91,7 @@ def test_whitened_advantages_have_mean_zero_and_variance_one(estimator: str) -> 
 def test_reinforce_without_std_norm_only_centres_the_discounted_returns() -> None:
     settings = config(estimator="reinforce", std_norm=False, gamma=0.5)
     experience = add_advantages(responses(), settings, 0.0)
-    # Returns: 1 | 2 4 | 1.5 3 | 0.5 1 2, of which the mean is 15 / 8.
+    # Returns: 1 | 2 4 | 1.5 3 | 0.5 1 2 with mean 15 / 8.
     returns = [1, 2, 4, 1.5, 3, 0.5, 1, 2]
     mask_N = experience["action_mask"]
     assert experience["return"][mask_N].tolist() == pytest.approx(returns)
@@ -99,7 +99,8 @@ def test_reinforce_without_std_norm_only_centres_the_discounted_returns() -> Non
 
 
 def test_the_overlong_penalty_grows_with_the_tokens_in_the_buffer() -> None:
-    # Allowed without a penalty: 8 - 6 = 2 tokens. The last response has 3: one sixth of the buffer, times 3.
+    # 8 - 6 = 2 tokens are free of penalty. The last response has 3, one sixth of the buffer, and the penalty factor is
+    # 3.
     shaped = shaped_rewards(responses(), config(overlong_buffer=6, overlong_penalty=3.0))
     assert shaped.tolist() == pytest.approx([1.0, 4.0, 3.0, 1.5])
 
@@ -123,7 +124,7 @@ def test_equal_rewards_of_a_prompt_give_zero_advantages() -> None:
 
 
 class Fixed(torch.nn.Module):
-    """A policy over four tokens that looks at nothing before them."""
+    """A policy over four tokens, independent of the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +138,9 @@ class Fixed(torch.nn.Module):
 
 
 def trained_on() -> Batch:
-    """Five responses of two tokens to a prompt of one, whose old policy and engine are a little off."""
+    """Five responses of two tokens to a prompt of one token. The old policy and the engine differ slightly from the
+    policy.
+    """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(4, (15,), generator=generator)
     return Batch(
@@ -196,7 +199,7 @@ def test_the_correction_weights_each_token_and_gspo_starts_from_engine_logprobs(
 @pytest.mark.parametrize(
     ("options", "weights"),
     [
-        # p / q of the four responses' tokens: 1 | 4 4 | 1/4 4 | 8 1 1, their geometric means 1, 4, 1, 2.
+        # p / q of the tokens of the four responses: 1 | 4 4 | 1/4 4 | 8 1 1. The geometric means are 1, 4, 1, 2.
         ({}, [1, 2, 2, 0.5, 2, 2, 1, 1]),
         ({"correction": "icepop"}, [1, 0, 0, 0, 0, 0, 1, 1]),
         ({"correction": "seq-mask-tis"}, [1, 0, 0, 0.5, 2, 2, 1, 1]),
@@ -213,13 +216,13 @@ def test_the_correction_reweights_tokens_by_the_ratio_of_trainer_and_engine(
     assert experience["correction"][batch["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
 
 
-# d is 1/2 at the only token of the first response: 1/8 by k2, of four responses.
+# d is 1/2 at the only token of the first of four responses. k2 is 1/8 there.
 @pytest.mark.parametrize(("estimator", "kl"), [("k1", 0.125), ("k2", 0.03125)])
 def test_the_adaptive_kl_coefficient_in_the_reward_follows_the_mean_over_responses(estimator: str, kl: float) -> None:
     reference_N = torch.zeros(12)
     reference_N[1] = -0.5
     batch = responses().with_tokens(logprob=torch.zeros(12), reference_logprob=reference_N)
-    # A target a tenth below the KL is what a tenth of the four samples over the horizon of 100 adds.
+    # The KL is a tenth above the target, and four samples of a horizon of 100 have passed.
     control = AdaptedKL(config(kl_coef=1.0, kl_target=kl / 1.1, kl_horizon=100, kl_estimator=estimator))
     control.adapt(batch, {})
     assert control.coef == pytest.approx(1 + 0.1 * 4 / 100)
@@ -235,7 +238,7 @@ def test_the_adaptive_kl_coefficient_in_the_loss_follows_the_mean_over_all_train
     logprob_V = Fixed().logit_V.detach().log_softmax(-1)
     batch = responses()
     batch = batch.with_tokens(tokens=batch["tokens"] % 4, advantage=torch.zeros(12))
-    # The first optimizer step has 3 tokens with d = 0, the second one 5 with d = 1, that is 1/2 by k2.
+    # The first optimizer step has 3 tokens with d = 0, the second one 5 tokens with d = 1, where k2 is 1/2.
     d_N = torch.tensor([0.0] * 5 + [1.0] * 7)
     batch = batch.with_tokens(reference_logprob=logprob_V[batch["tokens"]] - d_N)
 
@@ -250,7 +253,7 @@ def test_the_adaptive_kl_coefficient_in_the_loss_follows_the_mean_over_all_train
     logged = {f"actor/{name}": value for name, value in metrics.items()}
     control.adapt(batch, logged)
     assert "actor/kl_sum" not in logged
-    # 2.5 nats over 8 tokens are above the target, to which the mean over the two steps, 0.25, would be below.
+    # 2.5 nats over 8 tokens are above the target. The mean over the two steps, 0.25, would be below it.
     assert control.coef == pytest.approx(0.1 * (1 + (0.3125 / 0.28 - 1) * 4 / 100))
 
 
@@ -259,6 +262,6 @@ def test_a_kl_in_the_loss_leaves_the_reward_unchanged() -> None:
     common = {"estimator": "reinforce", "kl_coef": 0.5, "std_norm": False}
     apart = add_advantages(batch, config(**common, kl_in_reward=False, kl_estimator="k2"), 0.5)
     within = add_advantages(batch, config(**common), 0.25)
-    # d = -1 at each token, so a weight of 1/4 adds 1/4 per token that is left: 2 at the second one of response 2.
+    # d = -1 at each token, so a coefficient of 1/4 adds 1/4 per remaining token: 2 at the second token of response 2.
     assert apart["return"][:5].tolist() == [0.0, 1.0, 0.0, 4.0, 4.0]
     assert within["return"][:5].tolist() == [0.0, 1.25, 0.0, 4.5, 4.25]

@@ -1,4 +1,4 @@
-"""OpenRLHF's own commands, whole: with models, data and code files replaced by local ones they are taken, and run."""
+"""OpenRLHF's original commands are accepted in full with local models, data and code files, and run."""
 
 import contextlib
 import io
@@ -58,12 +58,12 @@ OLDER = {
     "ds.ring_attn_size": "ring_attn_size",
     "ds.ring_attn_head_stride": "ring_head_stride",
 }
-"""Name since 0.10.2 -> name before, of those that stand for no single option."""
+"""Names since 0.10.2 -> earlier names, for names that stand for several options."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """One line of upstream's scripts or guides."""
+    """One command of OpenRLHF's scripts or guides."""
 
     name: str
     tags: tuple[str, ...]
@@ -81,24 +81,24 @@ class Command:
 
 
 def older_name(name: str) -> str:
-    """A flag as it was called before 0.10.2."""
+    """Return the name of a flag before 0.10.2."""
     options = train_ppo().options
     if "." not in name or name in OLDER:
         return OLDER.get(name, name)
     target = options[name].name if name in options else name
     flat = [other for other, known in options.items() if known.name == target and "." not in other]
-    # Of several names the one that OpenRLHF had.
+    # Return the name that OpenRLHF had, if there are several.
     return next((other for other in flat if other in FLAGS), name.rpartition(".")[2])
 
 
 def older(command: Command) -> Command:
-    """The same command under the names of 0.8 to 0.10.1."""
+    """The same command with the names of 0.8 to 0.10.1."""
     words = [f"--{older_name(word[2:])}" if word.startswith("--") else word for word in command.words]
     return Command(f"{command.name} (older names)", command.tags, tuple(words))
 
 
 def commands() -> list[Command]:
-    """Every PPO command, under its own names and, where these are new, under the older ones."""
+    """Return every PPO command with its own names and, if these are new, with the earlier names."""
     lines = map(json.loads, (UPSTREAM / "openrlhf.jsonl").read_text().splitlines())
     read = [Command(line["script"], tuple(line["tags"]), tuple(line["argv"])) for line in lines]
     return [*read, *(older(command) for command in read if any("." in name for name in command.flags()))]
@@ -119,7 +119,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_reward_model(path / "rm", seed=1, mean=0.0, std=1.0)
     rows = [{"context_messages": f"question {i}", "prompt": f"question {i}", "label": str(i)} for i in range(64)]
     (path / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    # About half of all responses are right, so that few prompts have responses that are all alike.
+    # About half of all responses are correct, so that few prompts have equal rewards for all responses.
     (path / "reward.py").write_text(
         "def reward_func(queries, prompts, labels, **kwargs):\n"
         "    return {'rewards': [float(sum(map(ord, query)) % 2) for query in queries]}\n"
@@ -128,7 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def local(command: Command, folder: Path) -> list[str]:
-    """Its words with models, data and code files of `folder`, and nothing else changed."""
+    """Return the arguments with models, data and code files of `folder`, otherwise unchanged."""
     here = {
         **dict.fromkeys(MODELS, folder / "policy"),
         **dict.fromkeys(REWARD_MODELS, folder / "rm"),
@@ -152,7 +152,7 @@ def quiet() -> Iterator[io.StringIO]:
 
 
 def planned(words: list[str]) -> tuple[int, str]:
-    """The exit code and the messages of a plan for four machines with 8 GPUs each, as many as some commands need."""
+    """Return exit code and messages of a plan for four machines with 8 GPUs each, the most that a command needs."""
     with quiet() as error:
         code = main(["--dry_run", "--assume_devices", "8x4", *words])
     return code, error.getvalue()
@@ -186,7 +186,7 @@ SMALLER = [
     *("data.max_prompt_tokens=32", "rollout.max_new_tokens=8", "agent.max_tokens=40"),
     *("placement.actor_ranks=1", "placement.references=1", "evaluation.max_samples=4", "log.wandb_key=null"),
 ]
-"""Counts that a laptop has room for: one rank and one engine, two steps of 8 prompts, 8 new tokens."""
+"""Numbers for a laptop: one rank and one engine, two steps of 8 prompts, 8 new tokens."""
 
 
 @pytest.mark.parametrize(

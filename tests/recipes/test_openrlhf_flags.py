@@ -1,4 +1,4 @@
-"""OpenRLHF's names meet recipes/openrlhf_ppo: every flag of its releases is known, and means what it means there."""
+"""OpenRLHF's flags in recipes/openrlhf_ppo: every flag of its releases is known, with its original meaning."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from training.options.schema import ConfigError, fields_of, options_of, without_
 
 UPSTREAM = Path(__file__).parent / "upstream"
 FLAGS: dict[str, list[Any]] = json.loads((UPSTREAM / "openrlhf_flags.json").read_text())
-"""Flag of OpenRLHF 0.8.11 to 0.11.2 -> its first release, its last, the kind of its value, and its default."""
+"""Flag of OpenRLHF 0.8.11 to 0.11.2 -> first release, last release, kind of value, and default."""
 
 BASE = ["model.path=./x", "data.path=task:sort"]
 """Options that every run requires."""
@@ -50,11 +50,11 @@ OTHER_DEFAULTS = {
     "param_dtype": "where there is a GPU",
     "max_new_tokens": "1024, and the prompt as many, where max_len is not given",
 }
-"""Defaults that are not OpenRLHF's, and why."""
+"""Defaults that differ from OpenRLHF's, with the reason."""
 
 
 def known(name: str) -> Any:
-    """The type of a flag's value here; None: nobody knows the flag."""
+    """Type of a flag's value here, or None for an unknown flag."""
     fields = fields_of(PPOConfig)
     kind = train_ppo().kind_of(name, fields)
     return without_none(fields.get(name) if kind is None else kind)
@@ -67,7 +67,7 @@ def test_every_flag_of_every_release_is_known() -> None:
 
 def test_every_flag_takes_as_many_values_as_in_openrlhf() -> None:
     words = {"switch": 0, "pair": 2, "list": 9}
-    # One number up to 0.9.0, two from then on.
+    # One number up to 0.9.0, two since 0.9.1.
     either = {"vllm_is_truncated_threshold", "algo.advantage.is_correction_threshold"}
     for name, (_, _, kind, _) in FLAGS.items():
         arity = words.get(KINDS.get(known(name), "text"), 1)
@@ -136,17 +136,17 @@ def test_newer_names_give_the_same_configuration_as_older_ones() -> None:
 @pytest.mark.parametrize(
     ("options", "prompt", "new", "both"),
     [
-        # Up to 0.9.7 the two have a limit each, and max_len has no effect beside them.
+        # Up to 0.9.7 prompt and response have separate limits, and max_len has no effect on them.
         ("--prompt_max_len 300 --generate_max_len 200", 300, 200, None),
         ("--prompt_max_len 300 --generate_max_len 200 --max_len 999", 300, 200, None),
-        # From 0.9.8 on both together have one; a response gets what its prompt leaves.
+        # Since 0.9.8 their sum is limited. A response may use the space that its prompt leaves.
         ("--max_len 500", 499, 500, 500),
         ("--max_len 500 --max_new_tokens 200", 300, 200, None),
         ("--data.max_len 500 --rollout.max_new_tokens 200", 300, 200, None),
-        # So has an episode.
+        # The same holds for an episode.
         ("--max_len 500 --max_new_tokens 200 --agent_func_path env:guess", 300, 200, 500),
         ("--prompt_max_len 300 --generate_max_len 200 --agent_func_path env:guess", 300, 200, 500),
-        # Of several limits of an episode the lowest holds.
+        # The lowest of several limits of an episode applies.
         ("--prompt_max_len 48 --generate_max_len 24 --max_len 999 --agent_func_path env:guess", 48, 24, 72),
         ("--prompt_max_len 300 --generate_max_len 200 --max_len 72 --agent_func_path env:guess", 300, 200, 72),
         ("--max_len 72 --prompt_max_len 48 --agent_func_path env:guess", 48, 1024, 72),
@@ -161,7 +161,7 @@ def test_lengths_have_the_meaning_of_each_release(options: str, prompt: int, new
 @pytest.mark.parametrize(
     ("options", "spec"),
     [
-        # The agent's environment rewards, then the URL, then reward models.
+        # Precedence: the agent's environment, then the URL, then reward models.
         ("--agent_func_path env:guess --remote_rm_url r.py --reward_pretrain x", ("env:guess", None, None)),
         ("--remote_rm_url http://x/get --reward_pretrain x", (None, "http://x/get", None)),
         ("--reward_pretrain a,b", (None, None, "a,b")),
@@ -181,7 +181,7 @@ def test_the_precedence_of_reward_sources_is_that_of_openrlhf(
         ("--vllm_is_truncated_threshold 0.5 3", "tis", (0.5, 3.0)),
         ("--use_icepop", "icepop", (0.5, 5.0)),
         ("--vllm_is_correction_type seq-mask-tis", "seq-mask-tis", (0.5, 5.0)),
-        # 0.9.3 does not clamp the weights of its mis.
+        # 0.9.3 does not clamp the weights of masked importance sampling.
         ("--vllm_is_correction_type mis", "seq-mask", (0.5, 5.0)),
     ],
 )
@@ -331,7 +331,7 @@ def test_devices_without_a_setting_are_divided_evenly(
     ("options", "workers"),
     [
         ("--colocate_all_models --vllm_tensor_parallel_size 4", {"ACTOR": 8, "CRITIC": 8, "ROLLOUT": 2}),
-        # Of eight devices four are left for actor and critic.
+        # Four of eight devices are left for actor and critic.
         ("--vllm_tensor_parallel_size 2 --vllm_num_engines 2", {"ACTOR": 2, "CRITIC": 2, "ROLLOUT": 2}),
         ("--vllm_tensor_parallel_size 2", {"ACTOR": 2, "CRITIC": 2, "ROLLOUT": 1}),
     ],

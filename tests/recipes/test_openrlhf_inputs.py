@@ -1,4 +1,4 @@
-"""recipes/openrlhf_ppo with data and rewards of all kinds: real files, real models, real HTTP servers."""
+"""recipes/openrlhf_ppo with data and rewards of all kinds: real files, models and HTTP servers."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def bytes_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """A jsonl file."""
+    """Write a jsonl file."""
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
 
@@ -51,7 +51,7 @@ def questions(path: Path, count: int = 8) -> Path:
 
 
 def rollouts(run: LocalRun, step: int = 1) -> dict[str, list[Any]]:
-    """The columns of a step's responses."""
+    """Return the columns of a step's responses."""
     return pyarrow.parquet.read_table(run.run_dir / "rollouts" / f"step_{step:06d}.parquet").to_pydict()
 
 
@@ -80,7 +80,7 @@ def test_two_ppo_steps_on_gsm8k_through_a_chat_template(bytes_policy: Path, tmp_
     assert 24 <= fitting < 40
     assert re.search(says(f"{40 - fitting} prompts", f"data.max_prompt_tokens={limit}"), run.out)
     assert len(run.metrics) == 2
-    # Ids of "[us" are those of the bytes, after three special tokens, in the order of the alphabet.
+    # The bytes of "[us" have ids after three special tokens, in the order of the alphabet.
     shown = re.search(r"first prompt \((\d+) characters, (\d+) tokens\): '\[user\] .*ids.*: \[61, 87, 85", run.out)
     assert shown and shown[1] == shown[2]
     assert all("critic/loss" in entry and "actor/loss" in entry for entry in run.metrics)
@@ -146,7 +146,8 @@ def test_reward_models_are_weighted_normalised_and_start_the_critic(bytes_policy
     assert max(total) - min(total) > 0.1
     assert responses["reward"] == pytest.approx(total, abs=1e-4)
     assert run.metrics[0]["reward/model_2"] == pytest.approx(sum(expected[1]) / 16, abs=1e-4)
-    # The critic starts as the first reward model: the value before the last token is its score of the row up to there.
+    # The critic starts as the first reward model: the value before the last token is the score of the sequence up to
+    # there.
     model = AutoModelForSequenceClassification.from_pretrained(paths[0])
     row, value = responses["tokens"][0], responses["value"][0]
     with torch.inference_mode():
@@ -156,7 +157,7 @@ def test_reward_models_are_weighted_normalised_and_start_the_critic(bytes_policy
 
 
 class RewardServer:
-    """A reward server of OpenRLHF's protocol: the reward of a response is its label."""
+    """A reward server with OpenRLHF's protocol. The reward of a response is its label."""
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -178,7 +179,7 @@ class RewardServer:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Nothing: the test looks at the requests."""
+                """Log nothing, because the test counts the requests."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/get_reward"
@@ -212,7 +213,7 @@ def test_responses_are_divided_among_reward_servers_and_a_refusal_loses_none(
     assert all(server.requests for server in servers)
     requests = [request for server in servers for request in server.requests]
     assert all(set(request) == {"query", "prompts", "labels"} and len(request["query"]) == 2 for request in requests)
-    # 16 responses in pairs, one of the trial at each server, and one of these twice.
+    # 16 responses in pairs, one trial request per server, and one repeated request.
     assert len(requests) == 11
     for request in requests:
         assert all(query.startswith(prompt) for query, prompt in zip(request["query"], request["prompts"], strict=True))
@@ -237,14 +238,15 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 
 def test_reward_code_that_fails_for_too_many_responses_ends_the_run(bytes_policy: Path, tmp_path: Path) -> None:
-    # Two responses to each of eight prompts: two bad labels are 4 of 16, above a tenth and above two.
+    # Two responses to each of eight prompts. Two invalid labels make 4 of 16 responses fail, more than a tenth and more
+    # than two.
     (tmp_path / "reward.py").write_text(REWARD_FILE.format(bad="(3, 4)"))
     options = [f"prompt_data={questions(tmp_path / 'q.jsonl')}", "label_key=label", "advantage_estimator=rloo"]
     options += [f"remote_rm_url={tmp_path}/reward.py"]
     run = run_here("openrlhf_ppo", tmp_path / "run", f"pretrain={bytes_policy}", *QUICK, *options)
     assert run.code == 1
     (line,) = run.err.strip().splitlines()
-    assert re.search(says("cannot judge this", "3 of 16"), line)  # it is enough to stop
+    assert re.search(says("cannot judge this", "3 of 16"), line)  # one failed request ends the run
 
 
 def test_a_response_without_a_reward_is_reported_counted_and_excluded(bytes_policy: Path, tmp_path: Path) -> None:
@@ -287,8 +289,8 @@ def file_of_prompts(tmp_path: Path) -> list[str]:
 
 
 def refused(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line with which a command ends before anything starts."""
-    capsys.readouterr()  # what saving a model has printed
+    """Return the one line with which a command ends before the start."""
+    capsys.readouterr()  # output of saving a model
     assert main([f"run_dir={tmp_path}/run", *options]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Options of recipes/openrlhf_ppo that change what a whole step is made of, in whole runs."""
+"""Options of recipes/openrlhf_ppo that change the composition of a step, in complete runs."""
 
 import re
 import shutil
@@ -37,14 +37,14 @@ COIN = """
 def reward_func(queries, prompts, labels, **kwargs):
     return {"rewards": [float(sum(map(ord, query)) % 2) for query in queries]}
 """
-"""About half of all responses are right, so that the responses of about an eighth of the prompts are all alike."""
+"""About half of all responses are correct, so about an eighth of the prompts have equal rewards for all responses."""
 
 Start = Callable[..., LocalRun]
 
 
 @pytest.fixture(scope="module")
 def start(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Runs the recipe to its end in a new folder, or in the one that is given."""
+    """Run the recipe to its end in a new folder, or in the given one."""
     reward_file = tmp_path_factory.mktemp("reward") / "coin.py"
     reward_file.write_text(COIN)
 
@@ -86,7 +86,7 @@ def test_filtered_prompts_are_replaced_until_the_data_ends(filtered: LocalRun) -
         trained += scores
         seen = entry["rollout/filter_prompts_seen"]
         assert len(scores) == pytest.approx(entry["rollout/filter_pass_rate"] * seen)
-    # All 32 prompts were tried once; what had passed when they were used up is the last, smaller step.
+    # All 32 prompts were tried once. The prompts that had passed by then form the last, smaller step.
     assert sum(entry["rollout/filter_prompts_seen"] for entry in run.metrics) == 32
     assert len(trained) == len(set(trained)) == 16 + len(scores)
     assert 0 < len(scores) < 16
@@ -111,11 +111,11 @@ def test_a_resumed_filtered_run_continues_with_the_remaining_prompts(
 ) -> None:
     options = {"eval_dataset": "task:sort", "evaluation.max_samples": 32}
     shutil.copytree(filtered.run_dir, tmp_path / "one")
-    # Nothing is left of one episode, without filtering neither.
+    # Nothing of the first epoch is left, with and without filtering.
     again = start(tmp_path / "one", **options)
     assert len(again.metrics) == len(filtered.metrics)
     assert again.summary["status"] == "finished"
-    # A second episode has 32 prompts more, each with an id of its own.
+    # A second epoch has 32 further prompts with new ids.
     second = start(tmp_path / "one", **options, dynamic_filtering=True, num_episodes=2)
     assert sum(entry["rollout/filter_prompts_seen"] for entry in second.metrics) == 64
     ids: list[int] = []
@@ -134,7 +134,7 @@ def test_averaging_saves_the_averaged_weights_and_changes_nothing_else(
     first, last, average = load_file(policy / "model.safetensors"), weights(plain, 2), weights(run, 2)
     moved = sum(float((last[name] - first[name]).abs().sum()) for name in average)
     behind = sum(float((last[name] - average[name]).abs().sum()) for name in average)
-    # After four optimizer steps the weights of before count a sixteenth, those of the end a half.
+    # After four optimizer steps the initial weights count a sixteenth, the final ones a half.
     assert 0 < behind < moved
 
 
@@ -142,7 +142,7 @@ def test_a_resumed_run_restores_the_adaptive_kl_coefficient_and_the_average(star
     options = {"init_kl_coef": 0.5, "kl_target": 1e-9, "kl_horizon": 128, "use_kl_loss": True, "kl_estimator": "k3+"}
     options |= {"enable_ema": True, "policy_loss_type": "clip_cov", "enable_vllm_is_correction": True}
     whole = start(**options, num_episodes=2)
-    # 64 responses a step are half of the horizon, so the weight moves by a tenth.
+    # 64 responses per step are half of the horizon, so the coefficient changes by a tenth.
     for before, after in pairwise(whole.metrics):
         factor = 1.1 if before["actor/kl_loss"] > 1e-9 else 0.9
         assert after["actor/kl_coef"] == pytest.approx(factor * before["actor/kl_coef"])

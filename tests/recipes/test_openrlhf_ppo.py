@@ -1,4 +1,4 @@
-"""recipes/openrlhf_ppo as its users meet it: real Ray, real DeepSpeed, real files."""
+"""recipes/openrlhf_ppo in complete runs with real Ray, real DeepSpeed and real files."""
 
 import json
 import re
@@ -37,7 +37,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def one_rank(ray_address: str, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run that several claims look at."""
+    """The run that several tests read."""
     run_dir = tmp_path_factory.mktemp("one") / "run"
     return Run("openrlhf_ppo", ray_address, run_dir, f"pretrain={policy}", *SMALL).wait()
 
@@ -117,7 +117,7 @@ def test_losses_do_not_depend_on_ranks_engines_or_micro_batches(
     one_rank: Run, ray_address: str, policy: Path, tmp_path: Path
 ) -> None:
     ranks = ["actor_num_gpus_per_node=2", "critic_num_gpus_per_node=2", "vllm_num_engines=2"]
-    # Micro-batches cut by responses instead of by tokens.
+    # Micro-batches limited by responses instead of tokens.
     cut = ["use_dynamic_batch=false", "micro_train_batch_size=5", "micro_rollout_batch_size=16"]
     two = Run("openrlhf_ppo", ray_address, tmp_path / "run", f"pretrain={policy}", *SMALL, *ranks, *cut).wait()
     assert two.code == 0, two.err
@@ -263,5 +263,5 @@ def test_dry_run_prints_devices_and_processes_without_ray_or_torch() -> None:
     plan = json.loads(done.stdout)["placement"]
     assert plan["processes"] == {"TRAINER": 1, "ACTOR": 1, "CRITIC": 1, "ROLLOUT": 2, "REWARD": 1}
     assert set(plan["devices"]) == set(plan["processes"])
-    # In CPU seconds: on a busy machine the clock on the wall measures the neighbours.
+    # In CPU seconds, because wall time also depends on other processes.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0

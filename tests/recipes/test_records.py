@@ -1,4 +1,4 @@
-"""The record of a run that has ended stays, byte for byte, whatever later command on its folder is refused."""
+"""The record of a finished run stays unchanged, byte by byte, when later commands on its folder are rejected."""
 
 import hashlib
 import re
@@ -16,11 +16,11 @@ pytestmark = pytest.mark.full
 POLICY = ["max_steps=1", "evaluation.max_samples=8", "data.max_samples=48", "prompts_per_step=16"]
 SUPERVISED = ["data.max_samples=40", "evaluation.held_out=8", "train.batch_size=16"]
 SMALL = {name: SUPERVISED if name in ("sft", "dpo", "reward_model") else POLICY for name in RECIPES}
-"""Options that make the demonstration of each recipe one of a step or two."""
+"""Options that shorten the demonstration of each recipe to a step or two."""
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """Every file and link below a folder, with a digest of its content and the time of its last change."""
+    """Return every file and link in a folder, with a digest of its content and its modification time."""
     return {
         str(path.relative_to(folder)): f"{hashlib.sha256(path.read_bytes()).hexdigest()} {path.stat().st_mtime_ns}"
         for path in sorted(folder.rglob("*"))

@@ -1,4 +1,6 @@
-"""The reference is the policy as it was, whoever computes it: no KL in the first step, and some in the next one."""
+"""The reference is the initial policy in every implementation: the KL is 0 in the first step, and positive in
+the next.
+"""
 
 import json
 from pathlib import Path
@@ -25,7 +27,7 @@ def reward_func(queries, prompts, labels, **kwargs):
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return worth(solution_str)
 """
-"""Something else for each response: where all are worth the same nothing is learnt."""
+"""Rewards differ between responses, because equal rewards give no gradient."""
 ADAPTERS = "train.lora_rank=4"
 CASES = {
     "grpo_offloaded": "train.precision=bf16_autocast placement.frozen_models=offloaded",

@@ -1,4 +1,4 @@
-"""The reference model follows the policy every so many steps, and a resumed run has it as it was."""
+"""The reference model follows the policy at intervals, and a resumed run restores it."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ REWARD = "def reward_func(queries, **_):\n    return [sum(map(ord, query)) % 7 /
 
 @pytest.fixture
 def options(tmp_path: Path) -> list[str]:
-    """Options of a run whose responses are worth different things."""
+    """Options of a run whose responses have different rewards."""
     (tmp_path / "reward.py").write_text(REWARD)
     return [
         f"model.path={write_untrained(tmp_path / 'model')}",

@@ -1,4 +1,4 @@
-"""recipes/reinforce_pp/algorithm.py: what each option makes of the same four responses, by hand."""
+"""recipes/reinforce_pp/algorithm.py: the effect of each option on the same four responses, calculated by hand."""
 
 import math
 from typing import Any
@@ -15,21 +15,22 @@ HALF = math.log(2)
 
 
 def config(**algorithm: Any) -> ReinforceConfig:
-    """Two prompts, two responses each; no KL and no whitening where it is not asked for."""
+    """Two prompts with two responses each. No KL and no whitening unless an option enables it."""
     common = read_config(["model.path=x", "data.path=task:sort", "prompts_per_step=2", "samples_per_prompt=2"])
     common.algorithm = AlgorithmOptions(**({"kl_coef": 0.0, "whiten": False} | algorithm))
     return common
 
 
 def responses() -> Batch:
-    """Prompts of one token and answers of 1, 2, 2 and 3; the groups' responses are not next to each other."""
+    """Prompts of one token and responses of 1, 2, 2 and 3 tokens. The responses of a group are not adjacent."""
     mask = [False, True] + [False, True, True] * 2 + [False, True, True, True]
     return Batch(
         [2, 3, 3, 4],
         {
             "tokens": torch.arange(12),
             "action_mask": torch.tensor(mask),
-            # The policy is twice as sure as the reference of the second response's tokens, and agrees elsewhere.
+            # The second response's tokens are twice as likely under the policy as under the reference. All others
+            # agree.
             "logprob": torch.full((12,), -1.0),
             "reference_logprob": torch.tensor([-1, -1, -1, -1 - HALF, -1 - HALF, -1, -1, -1, -1, -1, -1, -1]),
         },
@@ -38,7 +39,7 @@ def responses() -> Batch:
 
 
 def learnt(**algorithm: Any) -> list[float]:
-    """The advantages of the eight tokens that the policy made."""
+    """Return the advantages of the policy's eight tokens."""
     experience = add_advantages(responses(), config(**algorithm))
     assert experience["advantage"][~experience["action_mask"]].tolist() == [0.0] * 4
     return experience["advantage"][experience["action_mask"]].tolist()
@@ -48,9 +49,9 @@ def learnt(**algorithm: Any) -> list[float]:
     ("baseline", "shaped"),
     [
         ("none", [1.0, 4.0, 3.0, 2.0]),
-        # Group 7 has 1 and 3, group 5 has 4 and 2: less the means 2 and 3,
+        # Group 7 has 1 and 3, group 5 has 4 and 2: minus the means 2 and 3,
         ("group_mean", [-1.0, 1.0, 1.0, -1.0]),
-        # and less the other one.
+        # and minus the other one.
         ("leave_one_out", [-2.0, 2.0, 2.0, -2.0]),
     ],
 )
@@ -75,19 +76,19 @@ def test_a_discount_reduces_the_advantage_of_early_tokens() -> None:
     [("k1", HALF), ("abs", HALF), ("k2", HALF**2 / 2), ("k3", 0.5 - 1 + HALF)],
 )
 def test_the_kl_is_subtracted_per_token_and_the_reward_is_added_to_the_last_token(estimator: Any, each: float) -> None:
-    # Without a discount the last token still pays its own, the first one both.
+    # Without a discount the last token is charged its own KL, the first token that of both.
     pays = 0.1 * each
     learned = learnt(kl_coef=0.1, kl_estimator=estimator)
     assert learned == pytest.approx([1, 4 - 2 * pays, 4 - pays, 3, 3, 2, 2, 2], abs=1e-6)
 
 
 def test_whitening_uses_all_tokens_of_the_step_and_so_weights_long_responses_more() -> None:
-    # 1, twice 4, twice 3, thrice 2: mean 21 / 8, mean square 63 / 8, so the variance is 63 / 64.
+    # 1 once, 4 twice, 3 twice, 2 three times: mean 21 / 8, mean square 63 / 8, so the variance is 63 / 64.
     spread = math.sqrt(63 / 64)
     expected = [(x - 21 / 8) / spread for x in (1, 4, 4, 3, 3, 2, 2, 2)]
     assert learnt(whiten=True) == pytest.approx(expected, abs=1e-4)
 
 
 def test_reinforce_pp_baseline_subtracts_the_baseline_before_whitening() -> None:
-    # -1, 1 1, 1 1, -1 -1 -1: mean 0 and variance 1 as they are.
+    # -1, 1 1, 1 1, -1 -1 -1 already has mean 0 and variance 1.
     assert learnt(whiten=True, baseline="group_mean") == pytest.approx([-1, 1, 1, 1, 1, -1, -1, -1], abs=1e-4)

@@ -1,4 +1,4 @@
-"""A replayed step is equal to the bit. With a changed option, the changes are shown."""
+"""A replayed step is bit-equal. With a changed option, the replay shows the effects."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Nothing is lost: a run whose processes were killed, whichever it was, ends with the weights and metrics of one whose
-were not.
-"""
+"""A run whose processes were killed, any of them, ends with the weights and metrics of an undisturbed run."""
 
 import json
 import os
@@ -47,16 +45,16 @@ def test_a_run_that_was_killed_stopped_and_resumed_equals_an_undisturbed_run(
     kept = {"WANDB_API_KEY": SECRET, "WANDB_MODE": "offline"}
     run = Run("openrlhf_ppo", ray_address, folder, *options, "use_wandb=true", "use_tensorboard=true", env=kept)
 
-    # In the middle of a step two instances are replaced, of which one is at work.
+    # Within a step two instances are killed and replaced. One of them is working.
     run.wait_until(saved.is_reached)
     for instance in ("rollout-0", "reward-0"):
         os.kill(run.pids()[instance], signal.SIGKILL)
     run.wait_until(lambda: happened(folder).count("replaced") == 2)
-    # A rank is killed: all starts again from the last checkpoint.
+    # A rank is killed: the job restarts from the last checkpoint.
     os.kill(run.pids()["actor-0"], signal.SIGKILL)
     run.wait_until(lambda: "restart" in happened(folder))
     saved.open()
-    # Ctrl-C: the step at hand is finished, and kept.
+    # Ctrl-C: the current step is finished and saved.
     run.wait_until(later.is_reached)
     run.process.send_signal(signal.SIGINT)
     run.wait_until(lambda: "stop" in happened(folder))
@@ -72,7 +70,7 @@ def test_a_run_that_was_killed_stopped_and_resumed_equals_an_undisturbed_run(
     assert (folder / "checkpoints" / "latest").read_text() == f"step_{stopped_at}\n"
     assert run.left_behind() == []
 
-    # What kill -9 of the driver leaves between the first and the last file of a checkpoint.
+    # The state of a checkpoint after kill -9 of the driver between its first and its last file.
     half = folder / "checkpoints" / f".step_{stopped_at + 1}.partial"
     shutil.copytree(folder / "checkpoints" / f"step_{stopped_at}" / "hf", half / "hf")
     run = Run("openrlhf_ppo", ray_address, folder, *options).wait()
@@ -81,7 +79,7 @@ def test_a_run_that_was_killed_stopped_and_resumed_equals_an_undisturbed_run(
     assert not half.exists()
     summary = run.summary
     assert (summary["steps"], summary["resumed_from"], summary["attempts"]) == (STEPS, stopped_at, 1)
-    # In one process, with all gates open.
+    # In one process with all gates open.
     undisturbed = run_locally("openrlhf_ppo", tmp_path, {"undisturbed": options})["undisturbed"]
     assert summary["score"] == undisturbed.summary["score"]
     assert run.learnt() == undisturbed.learnt()
@@ -89,7 +87,7 @@ def test_a_run_that_was_killed_stopped_and_resumed_equals_an_undisturbed_run(
     assert {name.partition("/")[0] for name in ours} == {"hf", "state", "critic"}
     assert ours.keys() == theirs.keys()
     assert [name for name, tensor in ours.items() if not tensor.equal(theirs[name])] == []
-    # Both attempts are one run on W&B, and the key is in no file.
+    # Both attempts are one run on W&B, and the key is not in any file.
     parts = list((folder / "wandb").glob("offline-run-*"))
     assert (len(parts), len({part.name.rpartition("-")[2] for part in parts})) == (2, 1)
     assert list((folder / "tensorboard").glob("events.*"))

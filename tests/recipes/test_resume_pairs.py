@@ -1,4 +1,4 @@
-"""A run on given responses that was killed resumes from its checkpoint, and ends as one that was not."""
+"""A killed run on given responses resumes from its checkpoint, with the results of an undisturbed run."""
 
 import json
 import os
@@ -15,7 +15,9 @@ from recipe_runs import GUARD_S, ROOT, RunFolder
 from tests.recipe_copies import write_untrained
 
 STEPS, SAVE_STEPS, LAST = 16, 4, 10
-"""Steps of a run, between its checkpoints, and before it is killed: in its second epoch, with one of the first."""
+"""Number of steps, checkpoint interval, and step of the kill, which is in the second epoch, after a checkpoint of the
+first.
+"""
 OPTIONS = f"""data.path=task:sort data.max_samples=160 evaluation.held_out=32 train.batch_size=16 train.epochs=2
     checkpoint.every={SAVE_STEPS} train.learning_rate=1e-3""".split()
 
@@ -32,11 +34,11 @@ def log(tracker, step, metrics, log=Tracker.log, **told):
 Tracker.log = log
 import_module(f"recipes.{{sys.argv[1]}}.main").main(sys.argv[2:])
 """
-"""It kills itself: who looks from outside may see that step only when the run has ended."""
+"""The process kills itself, because other processes may see this step only after the run has ended."""
 
 
 def exact(run: RunFolder) -> dict[str, Any]:
-    """Everything that a run has learnt and measured, but for times."""
+    """Return all results of a run, except times."""
     weights = {name: tensor.numpy().tobytes() for name, tensor in run.weights().items()}
     assert {name.partition("/")[0] for name in weights} == {"hf", "state"}
     note = json.loads((run.run_dir / "checkpoints" / f"step_{STEPS}" / "hf" / "config.json").read_text())

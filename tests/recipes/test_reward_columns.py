@@ -1,4 +1,4 @@
-"""Every column of the data reaches the reward function, in every recipe and on every way that a response may take."""
+"""Every column of the data reaches the reward function, in every recipe and for every kind of response."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def accuracy(prompts, completions, solution, **kwargs):
     assert set(kwargs["level"]) == {"easy"} and len(kwargs["completion_ids"]) == len(completions)
     return [float(number) for number in solution]
 """
-"""In TRL's signature; the reward is the column `solution`, which depends on the prompt."""
+"""A function in TRL's signature. The reward is the column `solution`, which depends on the prompt."""
 AGENT = """
 from agents.executor import SingleTurnAgentExecutor
 from columns_reward import accuracy
@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(recipe: str, folder: Path, run_dir: Path, *options: str, rows: str = "rows.jsonl") -> LocalRun:
-    """A run that ends well, on the rows of the fixture."""
+    """Run a recipe on the rows of the fixture. It must succeed."""
     paths = [f"model.path={folder}/policy", f"data.path={folder}/{rows}", f"evaluation.path={folder}/{rows}"]
     keys = ["data.prompt_key=prompt"] if recipe != "verl_ppo" else []
     done = run_here(recipe, run_dir, *paths, *keys, "rollout.max_new_tokens=4", *SMALL, *EVALUATED, *options)
@@ -71,7 +71,7 @@ def run(recipe: str, folder: Path, run_dir: Path, *options: str, rows: str = "ro
 
 
 def assert_rewarded(done: LocalRun, steps: Sequence[int] = (1, 2)) -> None:
-    """Each response of these steps, and of the evaluations, has the reward that its own column says."""
+    """Check that each response of these steps, and of the evaluations, has the reward of its own column."""
     for step in steps:
         table = pyarrow.parquet.read_table(done.run_dir / "rollouts" / f"step_{step:06d}.parquet").to_pydict()
         assert len(table["prompt"]) == 8

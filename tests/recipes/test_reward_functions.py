@@ -1,4 +1,4 @@
-"""A function and data made for TRL's GRPOTrainer train here as they are."""
+"""A reward function and data for TRL's GRPOTrainer are used without changes."""
 
 import json
 import re
@@ -23,7 +23,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A policy, and rows with a prompt and columns of their own."""
+    """A policy, and rows with a prompt and further columns."""
     folder = tmp_path_factory.mktemp("trl")
     rows = [{"prompt": f"{i} + 1 =", "solution": i + 1, "level": "easy"} for i in range(8)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

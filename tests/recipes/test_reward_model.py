@@ -1,4 +1,4 @@
-"""recipes/reward_model as its users meet it."""
+"""recipes/reward_model in complete runs."""
 
 import json
 import random
@@ -23,7 +23,7 @@ from components.models.value_model import load_value_model
 from recipes.reward_model.main import main
 from tests.messages import says
 
-MARKS = [chr(code) for code in range(ord("!"), ord("A"))]  # each the prompt of two pairs, and nowhere else
+MARKS = [chr(code) for code in range(ord("!"), ord("A"))]  # each prompt belongs to two pairs of one split
 SHORT = [
     *("train.batch_size=16", "train.epochs=2", "evaluation.held_out=12", "seed=3"),
     *("train.learning_rate=1e-3", "train.lr_warmup_ratio=0", "train.zero_stage=0"),
@@ -31,7 +31,7 @@ SHORT = [
 GUIDE = """--save_steps -1 --logging_steps 1 --eval_steps -1 --train_batch_size 256 --micro_train_batch_size 4 --bf16
     --max_epochs 1 --max_len 8192 --zero_stage 3 --learning_rate 9e-6 --apply_chat_template --chosen_key chosen
     --rejected_key rejected --packing_samples --gradient_checkpointing --use_wandb true"""
-"""The options of the published command, without model, data, folder and the attention, which needs a GPU."""
+"""Options of the published command, without model, data, folder and attention, which needs a GPU."""
 SAME = {
     "padded": "train.packing=false train.max_tokens=100",
     "three pairs at a time": "train.micro_batch_size=3",
@@ -41,7 +41,7 @@ SAME = {
     "deepspeed 3": "train.zero_stage=3",
     "fsdp 3": "train.engine=fsdp train.zero_stage=3",
 }
-"""Ways to train that change nothing."""
+"""Settings that do not change the result."""
 
 
 ADAPTERS = ["train.lora_rank=4", "train.lora_alpha=8", "train.learning_rate=1e-2", "train.zero_stage=2"]
@@ -56,7 +56,7 @@ class Runs(NamedTuple):
     text: Path
 
     def exported(self, name: str) -> Path:
-        """The trained model of a run."""
+        """Return the trained model of a run."""
         run = self.folders[name]
         return run.run_dir / "checkpoints" / f"step_{run.summary['steps']}" / "hf"
 
@@ -75,7 +75,7 @@ def as_chat(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_written(row: dict[str, Any]) -> dict[str, Any]:
-    """The same pair with what the template writes after a response."""
+    """The same pair with the text that the template writes after a response."""
     return row | {key: row[key] + "\n" for key in ("chosen", "rejected")}
 
 
@@ -130,7 +130,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def seen_in_training(runs: Runs, name: str) -> set[str]:
-    """Marks whose embedding has moved: those that the run has trained on."""
+    """Return the tokens whose embedding has changed, which are those that the run has trained on."""
     vocabulary = byte_tokenizer().get_vocab()
     before, after = (
         next(x for tensor, x in load_file(folder / "model.safetensors").items() if "embed_tokens" in tensor)
@@ -141,7 +141,7 @@ def seen_in_training(runs: Runs, name: str) -> set[str]:
 
 
 def logged(run: RunFolder) -> torch.Tensor:
-    """[steps, metrics] what training said, held-out pairs included."""
+    """Return the metrics [steps, metrics] of training, including held-out pairs."""
     names = ("reward/loss", "reward/accuracy", "reward/margin", "reward/grad_norm", "eval/loss", "eval/reward_std")
     return torch.tensor([[float(line.get(name, 0)) for name in names] for line in run.lines])
 
@@ -149,7 +149,7 @@ def logged(run: RunFolder) -> torch.Tensor:
 @pytest.mark.parametrize("name", SAME)
 def test_precision_packing_and_micro_batches_do_not_change_the_result(runs: Runs, name: str) -> None:
     expected = logged(runs.folders["plain"])
-    assert expected.shape == (1 + 2 * 4, 6)  # before training, and two epochs of 52 pairs in 16s
+    assert expected.shape == (1 + 2 * 4, 6)  # before training, and after two epochs of 52 pairs in batches of 16
     torch.testing.assert_close(logged(runs.folders[name]), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -168,7 +168,7 @@ def test_held_out_conversations_are_never_trained_on(runs: Runs) -> None:
     trained = seen_in_training(runs, "plain")
     heldout = runs.folders["plain"].summary["score"]["examples"]
     assert heldout == 12
-    assert len(trained) == (64 - 12) // 2  # of 32 prompts with two pairs each, six are on the other side
+    assert len(trained) == (64 - 12) // 2  # six of the 32 prompts with two pairs each are held out
     assert seen_in_training(runs, "none judged") == set(MARKS)
 
 
@@ -196,7 +196,7 @@ def test_transformers_computes_the_same_scores_with_left_and_right_padding(runs:
 
 
 def test_mean_and_deviation_of_the_last_evaluation_normalise_the_scores(runs: Runs) -> None:
-    folder = runs.exported("all judged")  # where the judged pairs are all of the file
+    folder = runs.exported("all judged")  # when all pairs of the file are evaluated
     last = runs.folders["all judged"].metrics[-1]
     config = json.loads((folder / "config.json").read_text())
     assert (config["mean"], config["std"]) == (last["eval/reward_mean"], last["eval/reward_std"])
@@ -204,7 +204,7 @@ def test_mean_and_deviation_of_the_last_evaluation_normalise_the_scores(runs: Ru
     texts = [row["prompt"] + row[key] for row in runs.rows for key in ("chosen", "rejected")]
     batch = Batch.from_rows({"tokens": [scored_tokens(text, encoder) for text in texts]})
     score_B, normal_B = (RewardModel(folder, normalize=normalize).score(batch) for normalize in (False, True))
-    # The model in training gave these scores.
+    # Scores of the model during training.
     assert float(score_B.mean()) == pytest.approx(config["mean"], abs=1e-5)
     assert float(score_B.std()) == pytest.approx(config["std"], abs=1e-5)
     assert float(normal_B.mean()) == pytest.approx(0, abs=1e-4)
@@ -250,7 +250,7 @@ def test_restarting_a_finished_run_prints_the_same_summary(runs: Runs) -> None:
 def test_a_margin_increases_the_loss(runs: Runs) -> None:
     plain, margin = (runs.folders[name].lines[1] for name in ("plain", "with margins"))
     assert margin["reward/accuracy"] == plain["reward/accuracy"]
-    # Scores begin near 0, where -log sigmoid(0) = 0.693 and -log sigmoid(0 - 1.5) = 1.701.
+    # Initial scores are near 0, where -log sigmoid(0) = 0.693 and -log sigmoid(0 - 1.5) = 1.701.
     assert plain["reward/loss"] == pytest.approx(0.693, abs=0.1)
     assert margin["reward/loss"] == pytest.approx(1.701, abs=0.1)
 

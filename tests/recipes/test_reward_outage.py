@@ -1,4 +1,4 @@
-"""A reward server that dies or hangs in the middle of a run: the run ends, and nothing is lost."""
+"""If a reward server dies or hangs during a run, the run ends and no rollout is lost."""
 
 import json
 import re
@@ -23,7 +23,7 @@ GRPO = """data.path=task:sort data.max_samples=32 prompts_per_step=8 samples_per
     rollout.max_new_tokens=8 train.learning_rate=3e-4 checkpoint.every=-1"""
 
 SHORT_TIMEOUT = "reward.url_timeout_s=15"
-"""For a server that hangs: what waits for it, three times, takes no longer."""
+"""Timeout for a hanging server. Three attempts together take no longer than this."""
 
 
 class Outage(NamedTuple):
@@ -36,7 +36,7 @@ class Outage(NamedTuple):
 
 
 def meet(recipe: str, folder: Path, option: str, options: Sequence[str], outages: Sequence[Outage]) -> list[LocalRun]:
-    """Run a recipe twice, with a server that answers all and with one that fails, and is started again, several times.
+    """Run a recipe twice: with a server that always responds, and with one that fails and is restarted several times.
 
     Args:
         recipe: its name; it runs with backend=local.
@@ -61,7 +61,7 @@ def meet(recipe: str, folder: Path, option: str, options: Sequence[str], outages
 
 
 def same_end(folder: Path) -> None:
-    """Both runs end with the same metrics and weights, bit by bit."""
+    """Check that both runs end with bit-equal metrics and weights."""
     one, other = RunFolder(folder / "undisturbed"), RunFolder(folder / "disturbed")
     assert one.learnt() == other.learnt()
     a, b = ({name: x.numpy().tobytes() for name, x in run.weights().items()} for run in (one, other))
@@ -70,7 +70,7 @@ def same_end(folder: Path) -> None:
 
 
 def checked_failure(run: LocalRun | Run, reason: str) -> None:
-    """Exit code 1, and a last line that says of which server."""
+    """Check for exit code 1 and a last line that names the server."""
     assert run.code == 1, run.err
     assert re.search(says("http://127.0.0.1:", reason), run.err.splitlines()[-1])
 
@@ -83,13 +83,13 @@ def state(folder: Path, step: int) -> dict[str, Any]:
 def test_a_failed_server_ends_the_run_with_one_line_and_the_resumed_run_is_identical(
     policy: Path, tmp_path: Path
 ) -> None:
-    # Requests: two of the trial before each start, for the data and the held-out data; one of the evaluation at the
-    # start, one of each step, one of the evaluations after steps 2 and 4.
+    # Requests: two for the trial before each start (data and held-out data), one for the initial evaluation, one per
+    # step, and one each for the evaluations after steps 2 and 4.
     outages = [Outage("dies", 7), Outage("hangs", 5, (SHORT_TIMEOUT,)), Outage()]
     options = [*PPO.split(), *JUDGED.split(), f"pretrain={policy}"]
     dead, slow, whole = meet("openrlhf_ppo", tmp_path, "remote_rm_url", options, outages)
 
-    # Died in step 3, before it was trained on: its responses wait. Slow after step 4 was: that is not taken back.
+    # The server died in step 3 before training, so its responses wait. It was slow after step 4, which is kept.
     checked_failure(dead, "ConnectError")
     (queued,) = state(tmp_path, 2)["stream"]["queue"]
     assert queued["batch"] == {"__batch__": "batch-stream-queue-0-batch.parquet"}
@@ -100,7 +100,7 @@ def test_a_failed_server_ends_the_run_with_one_line_and_the_resumed_run_is_ident
     assert whole.code == 0, whole.err
     lines = RunFolder(tmp_path / "disturbed").metrics
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
-    # Held-out responses are scored by eval_scorer, which gives all or nothing; the server gives fifths of a response.
+    # Held-out responses are scored by eval_scorer, which returns 0 or 1. The server returns multiples of a fifth.
     for line in (lines[1], lines[3], lines[5]):
         assert (line["eval/sort_score"] * 32).is_integer()
         assert line["eval/sort_reward"] > line["eval/sort_score"]
@@ -110,7 +110,7 @@ def test_a_failed_server_ends_the_run_with_one_line_and_the_resumed_run_is_ident
 @pytest.mark.nightly
 def test_generation_is_repeated_if_rewards_are_part_of_it(policy: Path, tmp_path: Path) -> None:
     options = [*GRPO.split(), f"model.path={policy}"]
-    # The first request is of the trial before the start.
+    # The first request belongs to the trial before the start.
     dead, whole = meet("grpo", tmp_path, "reward.source", options, [Outage("dies", 4), Outage()])
     checked_failure(dead, "ConnectError")
     assert state(tmp_path, 2)["stream"] == {"step": 2}
@@ -124,7 +124,7 @@ def test_queued_batches_wait_for_rewards_in_asynchronous_runs(ray_address: str, 
     arguments = PPO.replace("max_samples=48", "max_samples=32 async_train=true init_kl_coef=0")
     options = [*arguments.split(), f"pretrain={policy}"]
     held = held_port()
-    server = Server(held, fails="dies", at=4)  # the first is of the trial
+    server = Server(held, fails="dies", at=4)  # the first request belongs to the trial
     run = Run("openrlhf_ppo", ray_address, tmp_path / "run", *options, f"remote_rm_url={server.url}").wait()
     server.close()
     checked_failure(run, "ConnectError")

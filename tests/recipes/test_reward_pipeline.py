@@ -1,6 +1,6 @@
-"""A reward model that was trained on pairs, and a policy that is trained on its rewards: the truth rises with them.
+"""A reward model trained on pairs, and a policy trained on its rewards: its true score rises.
 
-The numbers of the whole demonstration, over three seeds, are in recipes/openrlhf_ppo/README.md.
+The numbers of the complete demonstration, over three seeds, are in recipes/openrlhf_ppo/README.md.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_a_policy_learns_the_task_from_a_reward_model_trained_on_pairs(tmp_path:
     learnt = run_locally("reward_model", tmp_path, {"rm": ["seed=1", *pairs]})["rm"]
     assert learnt.metrics[-1]["eval/accuracy"] > 0.9
 
-    # 8 of the preset's 30 steps; the critic, which starts from the reward model, learns alone in the first two.
+    # 8 of the preset's 30 steps. In the first two only the critic, which starts from the reward model, is trained.
     options = [
         f"config={preset}",
         f"reward_pretrain={model}",

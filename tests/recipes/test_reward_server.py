@@ -1,4 +1,4 @@
-"""The reward model's server, as its clients meet it: right scores, clear refusals, nothing lost at its end."""
+"""The HTTP server of the reward model: correct scores, clear errors, and no lost request at shutdown."""
 
 import asyncio
 import json
@@ -38,12 +38,12 @@ ROOT = Path(__file__).parents[2]
 TOKEN = "a-token-of-the-test"
 MAX_LEN = 24
 GUARD_S = 300
-"""Seconds after which whatever hangs is ended."""
+"""Timeout against a hang in seconds."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained reward model of the sort task, with a head that tells texts well apart."""
+    """An untrained reward model of the sort task, with a head that gives different scores to different texts."""
     path = tmp_path_factory.mktemp("reward_model")
     tokenizer = task_tokenizer(get_task("sort"))
     model = ValueModel(tiny_model(tokenizer, seed=3).model)
@@ -122,7 +122,7 @@ def test_scores_do_not_depend_on_the_other_texts_of_a_batch(server: Server, expe
     with ThreadPoolExecutor(16) as clients:
         list(clients.map(ask, range(120)))
     metrics = server.get("metrics", **AUTHORIZATION).text
-    # 120 requests of 0 to 8 texts: 13 whole rounds of 36 texts, and 0 + 1 + 2.
+    # 120 requests of 0 to 8 texts: 13 complete cycles of 36 texts, and 0 + 1 + 2.
     assert "troupe_reward_texts_total 471.0" in metrics
     passes = re.search(r"troupe_reward_pass_texts_count (\S+)", metrics)
     assert passes is not None and float(passes[1]) < 106, "requests never shared a pass"  # 106 of them have a text
@@ -230,7 +230,7 @@ def test_requests_in_progress_are_answered_at_shutdown(folder: Path, expected: d
         client.putheader("Content-Length", str(len(body)))
         client.putheader("Expect", "100-continue")
         client.endheaders()
-        # The server says this when it begins to read the body, which comes only when nobody else is let in.
+        # The server sends this when it begins to read the body, at the moment when no further client is admitted.
         go_on = b"HTTP/1.1 100 Continue\r\n\r\n"
         assert client.sock.recv(len(go_on), socket.MSG_WAITALL) == go_on
         server.process.send_signal(signal.SIGTERM)
@@ -257,7 +257,7 @@ def takes_connections(address: httpx.URL) -> bool:
 
 
 class Held(RewardModel):
-    """The model, but each pass waits until it is let go."""
+    """The model. Each pass waits until it is released."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -275,7 +275,7 @@ def held_service(folder: Path) -> tuple[ScoringService, Held]:
 
 
 async def until(done: Callable[[], bool]) -> None:
-    """Wait for something that others do."""
+    """Wait for an effect of other threads."""
     async with asyncio.timeout(GUARD_S):
         while not done():
             await asyncio.sleep(0.01)
@@ -299,7 +299,7 @@ def test_waiting_requests_share_a_forward_pass_up_to_the_token_budget(folder: Pa
             scores = [await first, *[await other for other in others]]
             registry, name = service.metrics.registry, "troupe_reward_pass_texts_bucket"
             passes = [registry.get_sample_value(name, {"le": up_to}) for up_to in ("1.0", "4.0", "8.0")]
-            # Of 60 tokens: one text alone, then 5 texts, then 3.
+            # Batches within 60 tokens: one text alone, then 5 texts, then 3.
             assert passes == [1, 2, 3]
             return [score[0].reward for score in scores]
 
@@ -352,11 +352,11 @@ def test_requests_of_disconnected_clients_are_not_scored(folder: Path) -> None:
         async with service:
             request = asyncio.create_task(app(scope, receive, send))
             await until(model.began.is_set)
-            assert waiting_in(service) == 3  # 5 of 12 tokens each go into the pass that is held
+            assert waiting_in(service) == 3  # 5 texts of 12 tokens each are in the pass that is held
             left.set()
             await request
             assert sent[0]["status"] == 499
-            # What it left makes room at once.
+            # The space of a disconnected client is free at once.
             others = asyncio.create_task(service.score(["dbcaf>abcdf"] * 8))
             await until(lambda: waiting_in(service) == 8)
             model.gate.release(9)

@@ -82,7 +82,7 @@ class Trace:
         self.files: set[str] = set()
         """All files of the project with a function that was called."""
         self.entries: Counter[tuple[str, str]] = Counter()
-        """(file in training/run, method) of each call by the recipe, properties left out."""
+        """Calls by the recipe as (file in training/run, method), without properties."""
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if event != "call" or not self.is_on or not (name := file_of(frame)):
@@ -135,8 +135,8 @@ def record(folder: Path) -> None:
 
 
 def test_the_page_lists_the_files_of_a_step_in_order(tmp_path: Path) -> None:
-    # In a process of its own. With a profile function, Python 3.11 repeats the first instruction of each call forever
-    # if an exception was sent to a thread that is blocked, as tests of environments that hang do.
+    # In a separate process. With a profile function, Python 3.11 repeats the first instruction of each call forever if
+    # an exception was sent to a blocked thread, as tests of hanging environments do.
     path = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
     code = f"from pathlib import Path; import test_road; test_road.record(Path({str(tmp_path)!r}))"
     done = subprocess.run(
@@ -155,7 +155,7 @@ def test_the_page_lists_the_files_of_a_step_in_order(tmp_path: Path) -> None:
     assert len(road) <= MOST_FILES
     (total,) = re.findall(r"(\d+) files of the project run in such a step", PAGE.read_text(encoding="utf-8"))
     assert len(trace["files"]) <= int(total), trace["files"]
-    entries = Counter[str]({"training/run/policy_run.py": 1})  # `end_step`, where the trace ends
+    entries = Counter[str]({"training/run/policy_run.py": 1})  # the trace ends with `end_step`
     for name, method, count in trace["entries"]:
         entries[name] += count * (method not in OPENING)
     assert {name: count for name, count in entries.items() if count > MOST_ENTRIES} == {}, trace["entries"]

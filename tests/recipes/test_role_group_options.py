@@ -1,4 +1,4 @@
-"""The options of grpo and reinforce_pp, and what is refused before anything starts."""
+"""The options of grpo and reinforce_pp, and options that are rejected before the start."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from training.launch.machines import Machines, assuming
 
 RECIPES = ("grpo", "reinforce_pp")
 OWN = ["model.path=x", "data.path=task:sort"]
-"""A model and data of the user's own: no preset is read."""
+"""A model and data of the user, so that no preset is read."""
 
 
 @pytest.fixture(params=RECIPES)
@@ -34,7 +34,7 @@ def main(recipe: str) -> Any:
 
 @pytest.fixture
 def refused(main: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., str]:
-    """Runs with options that cannot be; gives the one line that says why."""
+    """Run with invalid options. Return the one line with the reason."""
 
     def run(*options: str) -> str:
         folder = tmp_path / "refused"
@@ -89,7 +89,7 @@ def test_the_demonstration_runs_40_steps_of_512_responses(main: Any) -> None:
 
 def test_the_plan_reports_prompts_of_an_incomplete_last_step(main: Any) -> None:
     config = main.read_config([*OWN, "prompts_per_step=8", "samples_per_prompt=2", "train.epochs=2", "data.epochs=3"])
-    # 3 times 9 are 3 steps of 8, and 3 more.
+    # 3 epochs of 9 prompts are 3 steps of 8, and 3 more prompts.
     facts = ["3 steps", "8 prompts", "2 responses", "2 optimizer steps", "16 responses", "last 3 prompts"]
     assert re.search(says(*facts), config.arithmetic(9))
 
@@ -129,24 +129,23 @@ def test_dry_run_prints_the_plan_without_ray_or_torch(recipe: str) -> None:
     assert (len(table) <= 15, max(map(len, table)) <= 100) == (True, True)
     plan = json.loads(done.stdout)["placement"]
     assert plan["processes"] == {"TRAINER": 1, "ACTOR": 1, "ROLLOUT": 2, "REFERENCE": 1}
-    # In CPU seconds: on a busy machine the clock on the wall measures the neighbours.
+    # In CPU seconds, because wall time also depends on other processes.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
 
 
 @pytest.mark.parametrize(
     ("cores", "options", "threads"),
     [
-        # Roles that work one after the other have all cores each; ranks and engines that work at the same time share
-        # them.
+        # Roles that work in turn use all cores each. Ranks and engines that work at the same time share them.
         (4, [], {"ACTOR": 4, "ROLLOUT": 4, "REFERENCE": 4}),
         (4, ["placement.rollout_engines=2"], {"ACTOR": 4, "ROLLOUT": 2, "REFERENCE": 4}),
         (4, ["placement.actor_ranks=2", "train.zero_stage=2"], {"ACTOR": 2, "ROLLOUT": 4, "REFERENCE": 4}),
-        # Apart, policy and reference look back at the same time.
+        # On separate devices, policy and reference compute log-probabilities at the same time.
         (4, ["placement.colocate=false"], {"ACTOR": 2, "ROLLOUT": 4, "REFERENCE": 2}),
         (4, ["placement.colocate=false", "placement.references=3"], {"ACTOR": 1, "ROLLOUT": 4, "REFERENCE": 1}),
         (4, ["placement.colocate=false", "algorithm.kl_coef=0"], {"ACTOR": 4, "ROLLOUT": 4}),
         (1, ["placement.rollout_engines=2"], {"ACTOR": 1, "ROLLOUT": 1, "REFERENCE": 1}),
-        # On a cluster nobody knows the cores of the others: all of them, or a part.
+        # On a cluster the cores of other machines are unknown: all cores, or a part.
         (None, [], {"ACTOR": -1, "ROLLOUT": -1, "REFERENCE": -1}),
         (None, ["placement.nodes=2", "placement.actor_ranks=4"], {"ACTOR": -2, "ROLLOUT": -1, "REFERENCE": -1}),
     ],
@@ -166,7 +165,7 @@ def test_the_plan_lists_the_threads_of_each_role(
 @pytest.mark.parametrize(
     ("gpus", "options", "devices"),
     [
-        # Of two devices, two ranks of each role have a third each, or a half.
+        # On two devices, two ranks of each of three roles have a third of a device each, and of two roles a half.
         ("0,1", ["algorithm.kl_coef=0.1"], {"ACTOR": 2 / 3, "ROLLOUT": 2 / 3, "REFERENCE": 2 / 3}),
         ("0,1", ["algorithm.kl_coef=0"], {"ACTOR": 1.0, "ROLLOUT": 1.0}),
         (
@@ -259,7 +258,7 @@ def test_invalid_options_are_rejected_with_the_option_to_set(
         ("reinforce_pp", ["algorithm.baseline=leave_one_out"], ["algorithm.baseline=leave_one_out", 2]),
         ("reinforce_pp", ["algorithm.gamma=1.1"], ["algorithm.gamma=1.1"]),
         ("reinforce_pp", ["algorithm.reward_range=[1,1]"], ["algorithm.reward_range", 1.0]),
-        ("reinforce_pp", ["algorithm.kl_estimator=k3+"], ["k3+"]),  # its gradient means nothing in a reward
+        ("reinforce_pp", ["algorithm.kl_estimator=k3+"], ["k3+"]),  # it has no meaningful gradient in a reward
     ],
 )
 def test_invalid_options_of_a_single_recipe_are_rejected(
@@ -308,7 +307,7 @@ def test_the_dapo_preset_sets_clip_higher_filtered_prompts_and_a_soft_length_lim
         1.0,
         True,
     )
-    # The filter leaves fewer prompts for the last step, so there may be one more.
+    # The filter may leave fewer prompts for the last step, so there may be an additional one.
     assert "at most 41 steps" in load("grpo", "dapo").arithmetic(2561)
 
 
@@ -333,6 +332,6 @@ def test_the_two_presets_of_reinforce_pp_differ_in_baseline_and_whitening() -> N
 
 
 def load(recipe: str, name: str) -> Any:
-    """The demonstration's configuration with one of the recipe's files."""
+    """The demonstration with one of the recipe's configuration files."""
     file = ROOT / "recipes" / recipe / f"{name}.yaml"
     return import_module(f"recipes.{recipe}.main").read_config(["--config", str(file)])

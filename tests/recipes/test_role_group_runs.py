@@ -1,5 +1,5 @@
-"""grpo, whose roles are called as groups, as its users meet it: what a run is told about ranks, engines and
-micro-batches, and what happens to it, changes nothing of what it learns. reinforce_pp has the same roles.
+"""grpo, whose roles are called as groups, in complete runs: ranks, engines, micro-batches and failures do not change
+the results. reinforce_pp has the same roles.
 """
 
 import json
@@ -30,18 +30,19 @@ COMMON = """
     train.mini_batch_size=16 rollout.max_new_tokens=8
     train.learning_rate=1e-3 train.eps=1e-5 algorithm.kl_coef=0.05
 """
-"""Adam divides by the root of its second moment: with a small eps, what is only rounding in the gradient of a weight
-that does not matter would be as large a step as any."""
+"""Adam divides by the root of its second moment. With a small epsilon it would scale rounding errors of irrelevant
+gradients up to complete steps.
+"""
 TWO_STEPS = ["data.max_samples=16"]
 LONG = ["data.max_samples=62", "checkpoint.every=2", "algorithm.kl_coef=0", "algorithm.filter_range=[0.3,0.7]"]
-"""Seven steps of 8 prompts, and 6 more prompts; what is too easy or too hard is dropped."""
+"""Seven steps of 8 prompts, and 6 more prompts. Prompts that are too easy or too hard are dropped."""
 APART = """placement.colocate=false placement.actor_ranks=2 placement.rollout_engines=2 placement.references=2
     placement.frozen_models=sharded train.zero_stage=2
 """
 
 
 def options(policy: Path, folder: Path, *gates: Gate) -> list[str]:
-    """Return the options that all runs share. The rewards wait at the gates without a timeout."""
+    """Return the options of all runs. Rewards wait at the gates without a timeout."""
     (folder / "reward.py").write_text(source(*gates) + REWARD)
     arguments = [f"model.path={policy}", f"reward.source={folder}/reward.py", "reward.timeout_s=600"]
     return [*COMMON.split(), *arguments]
@@ -65,14 +66,14 @@ def local(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
 
 @pytest.fixture(scope="module")
 def reinforce(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """Two steps of the other recipe, with a baseline of its own."""
+    """Two steps of reinforce_pp with its baseline."""
     folder = tmp_path_factory.mktemp("reinforce_pp")
     arguments = [*options(policy, folder), *TWO_STEPS, "algorithm.baseline=group_mean"]
     return run_locally("reinforce_pp", folder, {"plain": arguments})["plain"]
 
 
 def agree(one: RunFolder, other: RunFolder) -> None:
-    """The same responses, and the rest within 1e-5."""
+    """Compare two runs: responses are equal, and other values within 1e-5."""
     assert one.summary["steps"] == other.summary["steps"] == 2
     for step in (1, 2):
         tokens = [Batch.load(run.run_dir / f"rollouts/step_{step:06d}.parquet")["tokens"] for run in (one, other)]
@@ -112,7 +113,7 @@ def test_engine_and_trainer_agree_on_log_probs_with_and_without_recomputation(
     for line in [*local["plain"].metrics, *reinforce.metrics]:
         assert line["rollout/logprob_gap_max"] < 1e-4
         assert line["actor/first_engine_gap"] < 1e-4
-    for line in local["still"].metrics:  # one optimizer step, no KL: nobody looks back
+    for line in local["still"].metrics:  # one optimizer step and no KL: log-probabilities are not recomputed
         assert "rollout/logprob_gap_max" not in line
         assert line["rollout/logprob_gap_mean"] == line["actor/first_engine_gap"] < 1e-4
 
@@ -177,7 +178,7 @@ def test_filtered_steps_are_filled_up_and_the_last_one_uses_the_remaining_prompt
     assert sum(line["rollout/filter_prompts_seen"] for line in run.metrics) == 62
     assert max(line["rollout/filter_rounds"] for line in run.metrics) > 1
     for line in whole:
-        # Eight prompts passed, of so many that were tried.
+        # Eight prompts passed of those that were tried.
         assert line["rollout/filter_pass_rate"] == pytest.approx(8 / line["rollout/filter_prompts_seen"])
     for file in (run.run_dir / "rollouts").glob("*.parquet"):
         samples = Batch.load(file)

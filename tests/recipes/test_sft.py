@@ -1,4 +1,4 @@
-"""recipes/sft as its users meet it."""
+"""recipes/sft in complete runs."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def test_a_run_leaves_its_metrics_a_checkpoint_and_a_model(tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
-    """Short runs of untrained models, on rows in other columns, by name."""
+    """Return short runs of untrained models on rows with other column names."""
     folder = tmp_path_factory.mktemp("runs")
     policy, experts = write_policy(folder / "policy"), write_experts(folder / "experts")
     talks = [
@@ -107,7 +107,7 @@ def turn(role: str, content: str) -> dict[str, str]:
 
 
 def write_experts(folder: Path) -> Path:
-    """A mixture of four experts with random weights."""
+    """Write a mixture of four experts with random weights."""
     tokenizer = byte_tokenizer()
     torch.manual_seed(0)
     settings: dict[str, Any] = shape(tokenizer) | {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -121,13 +121,13 @@ def losses(run: RunFolder) -> list[float]:
 
 
 def test_a_command_of_openrlhf_trains_equally_to_the_native_one(runs: dict[str, RunFolder]) -> None:
-    # Packed, and three examples at a time: that changes rounding alone.
+    # With packing and with three examples per pass: only rounding differs.
     assert losses(runs["as there"]) == pytest.approx(losses(runs["pairs"]), abs=1e-4)
     assert len(losses(runs["pairs"])) == 3
 
 
 def test_training_on_the_last_turn_only_gives_another_loss(runs: dict[str, RunFolder]) -> None:
-    # The untrained model finds every token about as unlikely: of 260 tokens 5.56 nats.
+    # An untrained model gives all of the 260 tokens similar probabilities: 5.56 nats.
     assert [losses(runs[name])[0] for name in ("all turns", "last turn")] == pytest.approx([5.56, 5.56], abs=0.1)
     assert losses(runs["all turns"]) != losses(runs["last turn"])
 
@@ -138,7 +138,7 @@ def test_plain_texts_are_trained_on_and_truncated(runs: dict[str, RunFolder]) ->
 
 
 def test_a_data_mixture_has_the_rows_of_all_its_parts(runs: dict[str, RunFolder]) -> None:
-    assert runs["mixed"].summary["steps"] > 6  # 24 rows of each of two parts, in batches of 8, and some come again
+    assert runs["mixed"].summary["steps"] > 6  # 24 rows of each of two parts, in batches of 8. Some rows repeat.
 
 
 def test_a_separate_evaluation_file_leaves_all_data_for_training(runs: dict[str, RunFolder]) -> None:
@@ -158,11 +158,11 @@ def test_adapters_are_merged_into_the_saved_model_and_resume_bit_equal(runs: dic
 def test_experts_are_balanced_by_the_router_loss(runs: dict[str, RunFolder]) -> None:
     plain, balanced, packed = (runs[name].metrics for name in ("experts", "experts, balanced", "experts, packed"))
     first = balanced[0]
-    assert 2 < first["actor/router_aux_loss"] < 4  # of four experts a token gets two: 2 is even
+    assert 2 < first["actor/router_aux_loss"] < 4  # two of four experts per token: uniform is 2
     assert first["actor/loss"] == pytest.approx(plain[0]["actor/loss"] + 10 * first["actor/router_aux_loss"], rel=1e-5)
     assert first["actor/nll"] == pytest.approx(plain[0]["actor/nll"], rel=1e-5)
     assert "actor/router_aux_loss" not in plain[0]
-    # Padding and what nobody reads are not counted, so packing counts a little otherwise, in one token of each row.
+    # Padding and tokens without a successor are not counted, so packing counts one token per row differently.
     assert packed[0]["actor/router_aux_loss"] == pytest.approx(first["actor/router_aux_loss"], rel=0.1)
 
 
@@ -176,7 +176,7 @@ def test_two_ranks_train_on_a_jsonl_file_and_export_the_model(ray_address: str, 
     assert run.code == 0, run.err
     first, *_, last = [entry["eval/loss"] for entry in run.lines if "eval/loss" in entry]
     assert last < first / 3
-    assert run.summary["steps"] == 30  # 312 demonstrations in batches of 32, three times
+    assert run.summary["steps"] == 30  # 312 demonstrations in batches of 32, three epochs
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     model: Any = AutoModelForCausalLM.from_pretrained(run.run_dir / "checkpoints" / "step_30" / "hf")
     prompt = tokenizer("ccccc>", return_tensors="pt")

@@ -1,4 +1,4 @@
-"""Runs beside other runs, and on a cluster of somebody else: nobody is in anybody's way."""
+"""Concurrent runs, and runs on a shared cluster, do not affect each other."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ OPTIONS = """
 
 
 def started(run_dir: Path, policy: Path) -> subprocess.Popen[str]:
-    """A run with a Ray of its own."""
+    """A run with its own Ray cluster."""
     command = [
         sys.executable,
         "-m",
@@ -54,7 +54,7 @@ def test_the_end_of_one_run_does_not_affect_another(policy: Path, tmp_path: Path
         assert first.poll() is None, first.communicate()
     first.send_signal(signal.SIGKILL)
     first.communicate()
-    third = started(tmp_path / "third", policy)  # sweeps what the first has left
+    third = started(tmp_path / "third", policy)  # removes the remains of the first run
     for process in (second, third):
         _, errors = process.communicate(timeout=GUARD_S)
         assert process.returncode == 0, errors

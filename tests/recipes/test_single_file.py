@@ -1,4 +1,4 @@
-"""recipes/grpo/single_file.py is the recipe: the same rewards, losses and KL, step by step and to the last bit."""
+"""recipes/grpo/single_file.py equals the recipe: the same rewards, losses and KL in every step, bit by bit."""
 
 import sys
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ CASES = {
 
 
 def settings_of(config: GRPOConfig) -> Settings:
-    """The settings of the single file that a configuration of the recipe amounts to."""
+    """Return the settings of the single file that correspond to a configuration of the recipe."""
     assert config.data.max_samples is not None
     assert config.reward_source is not None
     assert config.train.max_tokens is not None, "options are resolved"
@@ -58,7 +58,7 @@ def settings_of(config: GRPOConfig) -> Settings:
 
 
 def options_of(settings: Settings) -> list[str]:
-    """The options of the recipe that amount to these settings."""
+    """Return the options of the recipe that correspond to these settings."""
     groups = {
         "data": ("path", "max_samples"),
         "reward": ("source",),
@@ -99,7 +99,7 @@ def test_each_step_has_the_same_metrics_as_the_recipe(case: str, policy: Path, t
         assert {"reward", "loss", "approx_kl", "entropy", "grad_norm", "clip_frac"} <= compared
         assert ("kl_loss" in compared) == (settings.kl_coef > 0)
         assert {name: ours[name] for name in compared} == {name: theirs[name] for name in compared}
-    # They say something: the responses differ in reward, and the policy has moved.
+    # The comparison is meaningful: rewards differ between responses, and the policy has changed.
     assert all(step["grad_norm"] > 0 for step in steps)
     assert len({step["reward"] for step in steps}) > 1
     is_on_policy = settings.mini_batch_size == 32 and settings.epochs == 1

@@ -1,4 +1,4 @@
-"""Engines and learners that share devices sleep while the others work, and nothing of a run changes by it."""
+"""Engines and learners on shared devices sleep in turn, which does not change the results."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -34,12 +34,14 @@ OTHERS = {
 
 
 class Calls:
-    """Calls of the engines and learners of this process in order, each with the engines that were asleep."""
+    """Calls of the engines and learners of this process in order, each with the engines that were asleep at
+    that time.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
         self.levels: list[int] = []
-        # As on a GPU, as far as the engine keeps account of what it has.
+        # Simulates a GPU in the engine's bookkeeping of its memory.
         patch.setattr(RolloutEngine, "_can_free", staticmethod(lambda: True))
         owners: list[tuple[Any, tuple[str, ...]]] = [
             (TrainEngine, ("sleep", "wake", "train_step", "save_hf")),
@@ -96,8 +98,8 @@ def test_engines_and_learners_sleep_in_turn_without_changing_the_training(policy
         assert [part.count("engine _complete") for part in generations] == [3, 2, 1, 2]
         assert all(part[-1] == "engine sleep" for part in generations)
         assert not any(name.startswith("learner") for part in generations for name in part)
-        # Nothing was published before the first step ended. From then on weights are dropped: they come with the next
-        # version, or again.
+        # Nothing is published before the end of the first step. From then on weights are dropped during sleep: they are
+        # sent with the next version, or requested again.
         assert calls.levels == [1, 1, 2, 2, 2]
         assert calls.names.count("engine receive") == 2 + 1
         resumed = ended("grpo", tmp_path / "asleep", *arguments, *SLEEP)
@@ -116,7 +118,7 @@ def test_a_sleeping_critic_does_not_change_the_training(recipe: str, policy: Pat
         calls = Calls(patch)
         asleep = ended(recipe, tmp_path / "asleep", *arguments, *SLEEP)
     verl_runs.same(awake, asleep)
-    # An actor and a critic each time, and the engines once more, before anything else is loaded.
+    # One actor and one critic at a time, and the engines once more, before anything else is loaded.
     assert calls.names.count("learner sleep") == 2 * (len(calls.levels) - 1)
     assert calls.names.count("learner wake") == 2 * (len(calls.levels) - 1)
     assert 1 < calls.levels.count(1) < calls.levels.count(2)

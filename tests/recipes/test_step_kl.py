@@ -1,4 +1,4 @@
-"""With one optimizer step per batch the KL is measured against the policy before it, on a sample of the responses."""
+"""With one optimizer step per batch the KL to the previous policy is measured on a sample of the responses."""
 
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +21,9 @@ golden: Any = load_file(ROOT / "scripts" / "golden.py")
 
 
 def updated(folder: Path, size: int, rate: float) -> tuple[dict[str, float], Batch, torch.Tensor, torch.Tensor]:
-    """Metrics of a step with optimizer steps of `size` responses, its batch, and log-probs before and after it."""
+    """Return the metrics of a step with optimizer steps of `size` responses, its batch, and log-probs before
+    and after.
+    """
     rollouts = Batch.load(GOLDEN / "grpo.parquet")
     experience = rollouts.select((rollouts["step"] == 0).nonzero().squeeze(1))
     experience = experience.with_tokens(advantage=1.0 * experience["action_mask"])
@@ -46,7 +48,7 @@ def test_the_kl_of_one_optimizer_step_is_that_of_the_sampled_responses(tmp_path:
     metrics, experience, before_N, after_N = updated(tmp_path, 16, 1e-2)
     assert metrics["approx_kl"] == 0.0
     both = experience.with_tokens(before=before_N, after=after_N)
-    # 16 responses: the least number of them, at equal distances.
+    # 16 responses, the minimum, at equal distances.
     pairs = [
         (before, after)
         for row in (0, 4, 8, 12)

@@ -1,4 +1,4 @@
-"""OpenRLHF's own commands of train_sft, train_rm, train_dpo and serve_rm, of 0.8 to 0.11, are taken as they are."""
+"""OpenRLHF's commands train_sft, train_rm, train_dpo and serve_rm, of releases 0.8 to 0.11, are accepted unchanged."""
 
 import json
 from importlib import import_module
@@ -29,7 +29,7 @@ SCHEMAS: dict[str, Any] = {
     "serve_rm": ServeConfig,
 }
 MODELS = ("pretrain", "model_name_or_path", "reward_pretrain", "ref_pretrain")
-"""Ends of the flags that name a model."""
+"""Suffixes of the flags that name a model."""
 
 
 def named(command: dict[str, Any]) -> str:
@@ -37,7 +37,7 @@ def named(command: dict[str, Any]) -> str:
 
 
 def locally(argv: list[str], model: Path, data: Path) -> list[str]:
-    """The command with a model and data that are here."""
+    """Return the command with a local model and local data."""
     arguments = list(argv)
     for index, word in enumerate(argv[:-1]):
         last = word.removeprefix("--").rpartition(".")[2]
@@ -50,7 +50,7 @@ def locally(argv: list[str], model: Path, data: Path) -> list[str]:
 
 
 def write_rows(path: Path, count: int) -> Path:
-    """Rows that are demonstrations and pairs, in the columns of all commands."""
+    """Write rows that are demonstrations and pairs, with the columns of all commands."""
     rows = []
     for number in range(count):
         question = {"role": "user", "content": f"{number}?"}
@@ -109,7 +109,8 @@ def test_an_openrlhf_command_trains_two_steps(
     script: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = next(c for c in COMMANDS if (c["source"], c["script"]) == ("v0.11.0", script))
-    monkeypatch.chdir(tmp_path)  # it saves into ./checkpoint
+    # its checkpoints are in ./checkpoint Only its batch size of 256 is changed, which would take long.
+    monkeypatch.chdir(tmp_path)
     # Of its batches of 256 the size alone is another, which would only take its time.
     smaller = ["train.batch_size=16", "evaluation.held_out=8"]
     argv = locally(command["argv"], model, write_rows(tmp_path / "rows.jsonl", 2 * 16 + 8))

@@ -1,4 +1,4 @@
-"""Recipes whose ranks share layers (parallel.tensor) learn what one rank learns."""
+"""Recipes with tensor parallelism (parallel.tensor) give the results of one rank."""
 
 from pathlib import Path
 

@@ -89,7 +89,7 @@ def test_an_interaction_writes_the_user_turns_until_it_ends_the_episode(tmp_path
 def test_the_gsm8k_interaction_of_verl_runs_without_verl(tmp_path: Path) -> None:
     path = write_interactions(tmp_path, "verl.interactions.gsm8k_interaction.Gsm8kInteraction", name="gsm8k")
     kwargs = {"name": "gsm8k", "ground_truth": "18"}
-    for extra in ({"interaction_kwargs": kwargs}, {}):  # of one interaction a row need not tell the name
+    for extra in ({"interaction_kwargs": kwargs}, {}):  # a row need not name the only interaction
         steps = play(AgentInstance(interaction_config_path=path), "18", "it is 17", "it is 18", **extra)
         assert [step["done"] for step in steps] == [False, True]
         assert [step["extra_logs"]["turn_score"] for step in steps] == [0.0, 1.0]
@@ -154,7 +154,7 @@ def test_a_configuration_shipped_with_verl_is_selected_by_its_name(tmp_path: Pat
     read = line.config()
     assert (read.prompts_per_step, read.data.max_prompt_tokens, read.agent.max_turns) == (256, 1024, 6)
     assert any("gsm8k_multiturn_grpo_w_interaction" in note for note in line.notes)
-    # What stands on the command line wins.
+    # The command line has precedence.
     read = load_config(VerlPPOConfig, plain_arguments([*words, *SMALL, *keys, "data.max_prompt_length=99"]))
     assert (read.prompts_per_step, read.data.max_prompt_tokens) == (64, 99)
     with pytest.raises(ConfigError, match=says("--config-name=mine", "--config FILE")):

@@ -1,4 +1,4 @@
-"""recipes/verl_ppo: what its estimators and losses make of the same responses, by hand."""
+"""recipes/verl_ppo: estimators and losses on the same responses, calculated by hand."""
 
 import math
 from types import SimpleNamespace
@@ -24,8 +24,8 @@ def config(*options: str) -> VerlPPOConfig:
 
 
 def responses(**columns: torch.Tensor) -> Batch:
-    """Three to prompt 7, of two tokens each, that earn 4, 1 and 4; and one to prompt 2 that earns 5. A prompt is one
-    token. The policy is surer than the reference, by half a nat, of the first response's last token.
+    """Three responses of two tokens to prompt 7 with rewards 4, 1 and 4, and one to prompt 2 with reward 5. A prompt is
+    one token. At the first response's last token the policy exceeds the reference by half a nat.
     """
     mask_N = torch.tensor([False, True, True] * 4)
     reference_N = torch.full((12,), -1.0)
@@ -59,23 +59,23 @@ UNBIASED = math.sqrt(7 / 8)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        # Over the deviation, whose square is (1 + 4 + 1) / 2.
+        # Divided by the standard deviation, whose square is (1 + 4 + 1) / 2.
         ("algorithm.adv_estimator=grpo", [1 / ROOT3, -2 / ROOT3, 1 / ROOT3, 0]),
         ("algorithm.adv_estimator=grpo_vectorized", [1 / ROOT3, -2 / ROOT3, 1 / ROOT3, 0]),
         ("algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=False", [1, -2, 1, 0]),
-        # Less the means of the others: 5/2, 4, 5/2.
+        # Minus the means of the others: 5/2, 4, 5/2.
         ("algorithm.adv_estimator=rloo", [1.5, -3, 1.5, 0]),
-        # Two are the best, so that nobody is ahead.
+        # Two responses are equally good, so none has a lead.
         ("algorithm.adv_estimator=grpo_passk", [0, 0, 0, 0]),
-        # Times 4 responses over the 3 whose prompt's differ, and halved.
+        # Multiplied by 4 responses over the 3 in the informative group, and halved.
         ("algorithm.adv_estimator=gpg algorithm.f_norm=2", [2 / 3, -4 / 3, 2 / 3, 0]),
-        # All are equally long, so that the baseline is the mean.
+        # All have equal length, so the baseline is the mean.
         ("algorithm.adv_estimator=opo", [1, -2, 1, 0]),
-        # 1, -2, 1, 0: their mean is 0, and that of the squares 6/4.
+        # 1, -2, 1, 0: the mean is 0, the mean square 6/4.
         ("algorithm.adv_estimator=reinforce_plus_plus_baseline", [UNBIASED / 1.5**0.5 * x for x in (1, -2, 1, 0)]),
-        # 4, 1, 4, 5: mean 3.5, squares about it .25, 6.25, .25, 2.25, of which the mean is 2.25.
+        # 4, 1, 4, 5: mean 3.5. The squared deviations .25, 6.25, .25, 2.25 have mean 2.25.
         ("algorithm.adv_estimator=reinforce_plus_plus", [UNBIASED / 3 * x for x in (1, -5, 1, 3)]),
-        # Returns less values, 1, -2, 1, 2, about their mean .5: .25, 6.25, .25, 2.25 again.
+        # Returns minus values are 1, -2, 1, 2 with mean .5: squared deviations .25, 6.25, .25, 2.25 again.
         ("algorithm.adv_estimator=gae", [UNBIASED / 3 * x for x in (1, -5, 1, 3)]),
     ],
 )
@@ -84,7 +84,8 @@ def test_each_estimator_equals_a_calculation_by_hand(options: str, expected: lis
 
 
 def test_rounding_noise_in_equal_rewards_gives_tiny_advantages() -> None:
-    # 1, 1 - d, 1: d / 3, -2 d / 3 and d / 3 about the mean, and a deviation of d / sqrt(3), to which 1e-6 is added.
+    # 1, 1 - d, 1: the deviations from the mean are d / 3, -2 d / 3 and d / 3, and the standard deviation is d /
+    # sqrt(3), to which 1e-6 is added.
     d = 2.0**-23
     group_advantages = advantages("algorithm.adv_estimator=grpo", reward=torch.tensor([1.0, 1.0 - d, 1.0, 5.0]))
     unit = d / 3 / (d / ROOT3 + 1e-6)
@@ -100,7 +101,7 @@ def test_remax_advantages_subtract_the_reward_of_the_greedy_response() -> None:
 def test_distillation_gives_each_token_the_teachers_log_probability_minus_the_policys() -> None:
     options = ["algorithm.estimator=distillation", "algorithm.reference_path=teacher"]
     batch = responses()
-    # The teacher is half a nat less sure of the third token; far below the policy an advantage ends at 10 nats.
+    # The teacher is lower by half a nat at the third token. An advantage is limited to 10 nats.
     batch = batch.with_tokens(reference_logprob=batch["reference_logprob"].index_fill(0, torch.tensor([4]), -15.0))
     learned = add_advantages(batch, config(*options), 0.1)
     assert learned["advantage"].tolist() == pytest.approx([0, 0, -0.5, 0, -10, *[0] * 7])
@@ -109,7 +110,7 @@ def test_distillation_gives_each_token_the_teachers_log_probability_minus_the_po
 
 
 def test_gdpo_normalises_each_reward_separately() -> None:
-    # 1, 0, 1 and 0, 0, 3 within prompt 7: over deviations of sqrt(1/3) and sqrt(3), 1/3, -2/3, 1/3 and -1, -1, 2.
+    # 1, 0, 1 and 0, 0, 3 within prompt 7, divided by deviations of sqrt(1/3) and sqrt(3): 1/3, -2/3, 1/3 and -1, -1, 2.
     logs = {"log_a": torch.tensor([1.0, 0.0, 1.0, 7.0]), "log_b": torch.tensor([0.0, 0.0, 3.0, 7.0])}
     total = [ROOT3 / 3 - 1 / ROOT3, -2 * ROOT3 / 3 - 1 / ROOT3, ROOT3 / 3 + 2 / ROOT3, 0.0]
     deviation = math.sqrt(sum(x * x for x in total) / 4)
@@ -121,7 +122,7 @@ def test_gdpo_normalises_each_reward_separately() -> None:
 
 def test_the_kl_is_subtracted_before_rewards_are_compared() -> None:
     options = ["algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False"]
-    # A tenth of the half nat: 3.95, 1, 4, about their mean 8.95 / 3.
+    # A tenth of half a nat: 3.95, 1, 4, minus their mean 8.95 / 3.
     expected = [3.95 - 8.95 / 3, 1 - 8.95 / 3, 4 - 8.95 / 3, 0]
     assert advantages(*options, "algorithm.use_kl_in_reward=True") == pytest.approx(expected, abs=1e-5)
     assert add_advantages(responses(), config(*options, "algorithm.use_kl_in_reward=True"), 0.1)[
@@ -132,7 +133,7 @@ def test_the_kl_is_subtracted_before_rewards_are_compared() -> None:
 def test_the_kl_coefficient_adapts_to_its_target() -> None:
     adaptive = "algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.target_kl=0.05 algorithm.kl_ctrl.horizon=100"
     control = AdaptedKL(config("algorithm.use_kl_in_reward=True", *adaptive.split()))
-    # Half a nat over two tokens, in one of four responses: 1/16, a quarter beyond the target, and a fifth counts.
+    # Half a nat over two tokens in one of four responses is 1/16, a quarter above the target. It is clipped to a fifth.
     metrics = control.adapt(responses())
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.0625)
     assert control.coef == pytest.approx(0.001 * (1 + 0.2 * 4 / 100))
@@ -150,7 +151,7 @@ def test_kl_estimators_have_the_names_of_verl() -> None:
 @pytest.mark.parametrize(
     ("options", "weights", "kept"),
     [
-        # The first response's first token has become 4 times as likely, the last one's last a quarter as likely.
+        # The first response's first token is now 4 times as likely, the last response's last token a quarter as likely.
         ("rollout_is=token", [2, 1, 1, 1, 1, 1, 1, 0.25], 8),
         ("rollout_is=token rollout_is_threshold=0.5_2.0", [0, 1, 1, 1, 1, 1, 1, 0], 8),
         ("rollout_is=sequence", [2, 2, 1, 1, 1, 1, 0.25, 0.25], 8),
@@ -166,7 +167,7 @@ def test_kl_estimators_have_the_names_of_verl() -> None:
         ("rollout_rs=seq_mean_k1 rollout_rs_threshold=3.0", None, 8),
         ("rollout_rs=seq_mean_k1 rollout_rs_threshold=1.5", None, 4),
         ("rollout_rs=token_k1,seq_sum_k2 rollout_rs_threshold=9.0,0.5", None, 4),
-        # Half the square of log 4 is .96, in one token of two responses.
+        # Half the square of log 4 is .96, at one token in each of two responses.
         ("rollout_rs=seq_max_k2 rollout_rs_threshold=0.9", None, 4),
         ("rollout_rs=seq_max_k2 rollout_rs_threshold=1.0", None, 8),
     ],
@@ -186,13 +187,13 @@ def test_an_excluded_response_still_counts_in_its_group() -> None:
         responses(), config(*arguments, *(f"algorithm.rollout_correction.{option}" for option in rule)), 0.0
     )
     assert learned["shaped_reward"].tolist() == [4, 1, 4, 5]
-    # The first is left out, and the mean of the three is 3 nevertheless.
+    # The first response is excluded. The mean over the three is still 3.
     assert learned["advantage"].reshape(4, 3)[:, 1].tolist() == pytest.approx([0, -2, 1, 0])
     assert learned["sampled_mask"].sum() == 8
 
 
 def test_means_of_sequence_weights_are_over_sequences_regardless_of_length() -> None:
-    # The first response has one token, which is 4 times as likely; the cut at 2 leaves 2, 1, 1 and 1/4.
+    # The first response has one token, which is 4 times as likely. Truncated at 2 the weights are 2, 1, 1 and 1/4.
     batch = responses().with_tokens(action_mask=torch.tensor([False, True, False] + [False, True, True] * 3))
     arguments = [
         f"algorithm.rollout_correction.{x}" for x in ("rollout_is=sequence", "rollout_is_batch_normalize=True")
@@ -203,7 +204,8 @@ def test_means_of_sequence_weights_are_over_sequences_regardless_of_length() -> 
 
 
 def test_returns_exclude_rewards_of_rejected_tokens_unless_estimate_rejected_is_set() -> None:
-    # The last response's last token has its reward of 5 and is a quarter as likely; the first one's first token goes.
+    # The last response's last token has its reward of 5 and is a quarter as likely. The first response's first token is
+    # rejected.
     rule = ["algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=2.0"]
     arguments = ["algorithm.adv_estimator=remax", *rule]
     columns = responses(greedy_reward=torch.ones(4))
@@ -221,7 +223,7 @@ def test_a_rejected_response_counts_in_the_mean_over_responses() -> None:
     micro = Batch([3, 3], {"tokens": torch.zeros(6, dtype=torch.int64), **columns, "logprob": torch.full((6,), -1.0)})
     loaded = config("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "algorithm.adv_estimator=grpo")
     totals = Totals(tokens=2, sequences=1, rows=2)
-    # Four tokens, all equally likely, beside e^-1: a ratio of e/4 = 0.68, so that the loss of a token is -e/4.
+    # Four equally likely tokens, and an old probability of e^-1: the ratio is e/4 = 0.68, so a token's loss is -e/4.
     loss = policy_loss(Even(), micro, totals, loaded).metrics["policy_loss"]
     assert float(loss) == pytest.approx(-math.e / 4 / 2, abs=1e-6)
 
@@ -231,18 +233,18 @@ def test_the_learning_rate_changes_per_training_step_and_starts_at_0() -> None:
     loaded = config(f"{optim}.lr=1.0", f"{optim}.lr_warmup_steps_ratio=0.5")  # 8 prompts in mini-batches of 4
     assert loaded.updates_per_step == 2
     engine = loaded.train_engine(5)
-    # int(0.5 * 5) = 2 of 5 training steps rise, of two optimizer steps each.
+    # The rate rises over int(0.5 * 5) = 2 of 5 training steps, which have two optimizer steps each.
     assert [engine.learning_rate_at(step) for step in range(8)] == [0, 0, 0.5, 0.5, 1, 1, 1, 1]
     assert (engine.weight_decay, engine.weight_decay_all) == (0.01, True)
     assert config(f"{optim}.lr_warmup_steps=3").train_engine(5).learning_rate_at(4) == pytest.approx(1e-6 * 2 / 3)
 
 
 def test_a_branch_has_the_advantage_of_its_main_sequence() -> None:
-    # The second is a branch of the first: 4 and 4 are equal, and the third is their only rival.
+    # The second is a branch of the first: 4 and 4 are one sample, which is compared only with the third one.
     columns = {"branch": torch.tensor([0, 1, 0, 0]), "reward": torch.tensor([4.0, 4.0, 2.0, 5.0])}
     logs = {"log_a": torch.tensor([1.0, 1.0, 0.0, 7.0])}
     assert advantages("algorithm.adv_estimator=opo", **columns) == pytest.approx([1, 1, -1, 0])
-    # 1 and 0 over a deviation of sqrt(1/2), and 0: whitened over the three samples.
+    # 1 and 0 divided by a deviation of sqrt(1/2), and 0: whitened over the three samples.
     actual = advantages("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a]", **columns, **logs)
     assert actual == pytest.approx([1.5**0.5, 1.5**0.5, -(1.5**0.5), 0], abs=1e-4)
 
@@ -255,7 +257,7 @@ def test_a_branch_has_the_advantage_of_its_main_sequence() -> None:
         ("actor.clip_ratio_high=0.28 actor.clip_ratio_c=5.0", [-1.28, 4.0]),
         ("actor.policy_loss.loss_mode=gpg", [1.0, -1.0]),
         ("actor.policy_loss.loss_mode=cispo", [1.2, -1.2]),
-        # Minus the ratio, 3 at most, times the advantage and the log-probability of -1; 20 at most where that is unset.
+        # The negative product of the ratio (at most 3, or 20 by default), the advantage, and the log-probability of -1.
         ("actor.policy_loss.loss_mode=dppo_tv actor.clip_ratio=1.0", [1.5, -3.0]),
         ("actor.policy_loss.loss_mode=dppo_kl actor.clip_ratio=9.0 actor.clip_ratio_c=2.0", [1.5, -2.0]),
         ("actor.policy_loss.loss_mode=dppo_kl actor.clip_ratio=9.0 actor.clip_ratio_c=30.0", [1.5, -4.0]),
@@ -273,14 +275,14 @@ def test_each_surrogate_equals_a_calculation_by_hand(options: str, expected: lis
     columns = {"logprob": old_N, "advantage": torch.tensor([1.0, -1.0]), "action_mask": torch.tensor([True, True])}
     micro = Batch([1, 1], {"tokens": torch.arange(2), "rollout_logprob": logprob_N, **columns})
     assert surrogate(logprob_N, micro, config(*arguments)).loss_N.tolist() == pytest.approx(expected, abs=1e-5)
-    # In bypass mode it is the engine's policy that the ratio is taken to, and that is the same here.
+    # In bypass mode the ratio is taken to the engine's policy, which is equal here.
     bypass = config(*arguments, "algorithm.rollout_correction.bypass_mode=True")
     if "clip_ratio" in options and "dppo" not in options:
         assert surrogate(logprob_N, micro, bypass).loss_N.tolist() == pytest.approx([-1.0, 1.0])
 
 
 class Even(torch.nn.Module):
-    """Four tokens, all equally likely: log 1/4 each."""
+    """Four equally likely tokens: log 1/4 each."""
 
     def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
         return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 4))
@@ -299,7 +301,7 @@ def test_with_engine_log_probs_as_old_ones_the_loss_logs_the_mismatch() -> None:
 
 def test_with_engine_log_probs_as_old_ones_each_pass_is_compared_with_them() -> None:
     mask_N = torch.tensor([False, True, True])
-    # The policy holds the first token for twice as likely as the engine, and the other for four times.
+    # The first token is twice as likely under the policy as under the engine, the other one four times.
     engine_N = math.log(1 / 4) - torch.tensor([9.0, math.log(2), math.log(4)])
     micro = Batch([3], {"tokens": torch.arange(3), "action_mask": mask_N, "rollout_logprob": engine_N})
     micro = micro.with_tokens(advantage=torch.tensor([0.0, 1.0, 10.0]))
@@ -310,10 +312,10 @@ def test_with_engine_log_probs_as_old_ones_each_pass_is_compared_with_them() -> 
     def loss(*options: str) -> float:
         return float(policy_loss(Even(), micro, totals, config(*arguments, *options)).metrics["policy_loss"])
 
-    # Weights 2 and 3 of log 4 each; the ratio of PPO is its own, 1.2 at most.
+    # Weights 2 and 3, limited, times log 4 each. PPO uses its own ratio, at most 1.2.
     assert loss(f"{prefix}loss_type=reinforce") == pytest.approx(math.log(4) * (2 * 1 + 3 * 10) / 2)
     assert loss() == pytest.approx(-1.2 * (1 + 10) / 2)
-    # The second token is left out, and counts among the tokens nevertheless.
+    # The second token is excluded from the loss but stays in the token count.
     assert loss(f"{prefix}rollout_rs=token_k1", f"{prefix}rollout_rs_threshold=3.0") == pytest.approx(-1.2 / 2)
 
 

@@ -1,7 +1,7 @@
-"""Commands of verl's example scripts, releases 0.5.0 to HEAD, as its users have them: planned, and three of them run.
+"""Commands of verl's example scripts, releases 0.5.0 to HEAD: all of them are planned, and three are run.
 
-Models, data and code files are local tiny ones, and the devices that a command asks for are assumed; nothing else is
-replaced. Three commands then run two steps of a few responses on a CPU.
+Models, data and code files are local tiny ones, and the requested devices are assumed. Nothing else is replaced. The
+three commands run two steps of a few responses on a CPU.
 """
 
 import json
@@ -26,7 +26,7 @@ PLAIN = [command for command in COMMANDS if not command["tags"]]
 MEGATRON = [command for command in COMMANDS if command["tags"] == ["megatron"]]
 DEFAULTS = Path(__file__).parent / "upstream"
 TAKEN = 0.9
-"""Share of the plain text commands that is taken whole."""
+"""Minimum share of the plain text commands that are accepted in full."""
 MEGATRON_TAKEN = 0.8
 REASONS = {
     "sglang": ["actor_rollout_ref.rollout.name=sglang", "vllm"],
@@ -38,9 +38,9 @@ REASONS = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of files that replace upstream's models, data and code."""
+    """Folder of files that replace models, data and code of verl's examples."""
     folder = tmp_path_factory.mktemp("verl")
-    write_policy(folder / "policy", num_attention_heads=8)  # as many as share a sequence there
+    write_policy(folder / "policy", num_attention_heads=8)  # as many ranks as share a sequence in the example
     write_reward_model(folder / "reward_model", 0)
     adapted: Any = get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "policy"), LoraConfig(r=2))
     adapted.save_pretrained(folder / "adapters")
@@ -55,7 +55,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def local(argument: str, files: Path, policy: str = "policy") -> str:
-    """An argument with a local file in the place of upstream's."""
+    """Return an argument with a local file instead of that of the example."""
     key, _, value = argument.partition("=")
     name = key.lstrip("+")
     if name in ("data.train_files", "data.val_files"):
@@ -76,7 +76,7 @@ def local(argument: str, files: Path, policy: str = "policy") -> str:
 def planned(
     arguments: Sequence[str], files: Path, capsys: pytest.CaptureFixture[str], policy: str = "policy"
 ) -> tuple[int, str]:
-    """Exit code and messages of a dry run on the machines that the command asks for."""
+    """Return exit code and messages of a dry run on the machines that the command requests."""
     values = {key: value for key, _, value in (word.partition("=") for word in arguments)}
     machines = int(values.get("trainer.nnodes") or 1) + int(values.get("rollout.nnodes") or 0)
     assumed = f"--assume_devices={values.get('trainer.n_gpus_per_node') or 8}x{machines}"
@@ -113,7 +113,7 @@ def test_80_percent_of_the_megatron_commands_are_accepted_with_their_axes(
     assert len(MEGATRON) >= 20
     assert len(MEGATRON) - len(refused) >= MEGATRON_TAKEN * len(MEGATRON), refused
     assert axes >= {"tensor", "expert"}
-    # Adapters beside an axis, and engines of several machines.
+    # Adapters combined with an axis, and engines across machines.
     words = ("lora_rank", "rollout.tensor_model_parallel_size=32")
     assert [said for said in refused.values() if not any(word in said for word in words)] == []
 
@@ -126,7 +126,7 @@ def test_commands_for_missing_features_are_rejected_with_the_reason_and_the_alte
     assert commands
     for command in commands:
         code, said = planned(command["argv"], files, capsys)
-        if code == 0:  # NPUs are also asked for by the environment alone, and one script for sglang says vllm
+        if code == 0:  # some scripts request NPUs only through the environment, and one script for sglang names vllm
             assert tag == "npu" or "actor_rollout_ref.rollout.name=vllm" in command["argv"], command["script"]
             continue
         first = [line for line in said.splitlines() if "errors in the options" not in line][: len(command["tags"]) + 1]
@@ -141,7 +141,7 @@ def test_the_default_configuration_of_verl_is_accepted(
     required = ["data.train_files=x", "data.val_files=x", "actor_rollout_ref.model.path=x", "critic.model.path=x"]
     code, said = planned([f"--config={DEFAULTS / name}", *required], files, capsys)
     assert code == 0, said
-    # What it has hundreds of keys for is said in a few lines.
+    # A configuration with hundreds of keys gives only a few lines of notes.
     assert sum("no effect" in line for line in said.splitlines()) <= 20
 
 
@@ -154,7 +154,7 @@ FEW = """
     reward_model.reward_kwargs.overlong_buffer_cfg.len=4 data.filter_overlong_prompts=true
     actor_rollout_ref.actor.ulysses_sequence_parallel_size=1 critic.ulysses_sequence_parallel_size=1
 """
-"""Counts that fit a laptop's CPU, its engine, and nobody who reads along."""
+"""Numbers for a laptop's CPU and its engine, without external trackers."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The verl recipe's rows, prompts and rewards, and the scripts that write its files."""
+"""Rows, prompts and rewards of recipes/verl_ppo, and the scripts that write its files."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
 
 
 def verl_rows(path: Path, *prompts: Any, source: str = "exact_match") -> Path:
-    """Rows whose labels are their numbers."""
+    """Return rows whose labels are their numbers."""
     rewards = ({"style": "rule", "ground_truth": str(i)} for i in range(len(prompts)))
     rows = [
         {"data_source": source, "prompt": prompt, "reward_model": reward} for prompt, reward in zip(prompts, rewards)
@@ -132,7 +132,7 @@ def test_hellaswag_labels_are_the_numbers_of_endings(tmp_path: Path) -> None:
 def test_dialogues_become_messages_texts_or_pairs(tmp_path: Path) -> None:
     prompt = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: How?\n\nAssistant:"
     both = {"chosen": " Well.", "rejected": " Bad."}
-    # As Dahoas has them, and as Anthropic has them, in one text.
+    # In the layout of Dahoas, and in the layout of Anthropic with a single text.
     rows = [{"prompt": prompt, "response": " Well.", **both}, {key: prompt + text for key, text in both.items()}]
     write_lines(tmp_path / "train.jsonl", rows)
     expected = {
@@ -168,7 +168,7 @@ def test_a_script_names_missing_fields_of_its_input(tmp_path: Path) -> None:
 
 
 def sourced(tmp_path: Path, *options: str) -> tuple[list[str], list[str]]:
-    """The prompts of 2, 5 and 7 letters that are handed out of a file, and what is said of them."""
+    """Return the prompts read from a file of prompts with 2, 5 and 7 letters, and the messages."""
     said: list[str] = []
     path = verl_rows(tmp_path / "rows.jsonl", "ab", "abcde", "abcdefg")
     config = config_of(f"data.train_files={path}", "data.max_prompt_length=4", "data.shuffle=false", *options)
@@ -239,7 +239,7 @@ def test_a_source_can_be_resumed_within_an_epoch() -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy, a reward model, and two that cannot be reward models."""
+    """A folder with a policy, a reward model, and two models that are not reward models."""
     folder = tmp_path_factory.mktemp("models")
     other = byte_tokenizer()
     other.add_tokens(["<more>"])
@@ -318,7 +318,7 @@ def test_a_tokenizer_without_a_token_for_padding_pads_with_its_end_token(tmp_pat
 
 
 def responses(*rows: tuple[str, str, str], **columns: Sequence[float]) -> Batch:
-    """One response for each (data source, response, label), to the prompt "q", each with an end token."""
+    """Return one response for each (data source, response, label) to the prompt "q", each with an end token."""
     tokenizer = byte_tokenizer()
     prompt = tokenizer.encode("q")
     texts = [[*tokenizer.encode(response), tokenizer.eos_token_id] for _, response, _ in rows]
@@ -353,7 +353,7 @@ def test_each_response_is_rewarded_by_the_function_of_its_data_source() -> None:
     assert rewards["log_acc"].isnan().tolist() == [True, True, True, True, False]
     assert rewards["reward_failed"].tolist() == [0.0] * 5
     assert said == []
-    # As dynamic sampling does it: neither of the two has all columns of the other's data source.
+    # As with dynamic sampling: neither batch has all columns of the other's data source.
     assert len(Batch.concat([rewarded(samples.select([i]))[0] for i in (0, 4)])) == 2
     flexible, _ = rewarded(samples.select([0, 1]), "custom_reward_function.reward_kwargs.method=flexible")
     assert flexible["reward"].tolist() == [1.0, 1.0]
@@ -418,13 +418,13 @@ def test_the_deadline_of_a_batch_function_is_the_sum_over_its_responses(tmp_path
     body = "    time.sleep(3)\n    return [1.0] * len(data_sources)\n"
     (tmp_path / "slow.py").write_text(f"import time\ndef compute_score(data_sources, **_):\n{body}")
     code = ScoreCode(path=f"{tmp_path}/slow.py", lists=True)
-    # Longer than one response may take, and far from what sixty may.
+    # Longer than the timeout of one response, and far below that of sixty.
     with WorkerReward(code.reward_code(), RewardSettings(timeout_s=2, max_failed_share=0.0)) as reward:
         assert reward(*[["a"] * 60] * 3).reward_B.tolist() == [1.0] * 60
 
 
 def test_dapo_reduces_the_reward_of_long_responses_and_not_their_score() -> None:
-    # Of at most 10 tokens the last 4 are the buffer; with the end token the responses have 4, 8 and 10.
+    # The last 4 of at most 10 tokens are the buffer. With the end token the responses have 4, 8 and 10 tokens.
     samples = responses(*(("exact_match", "a" * count, "a" * count) for count in (3, 7, 9)))
     options = ["reward_model.reward_manager=dapo", f"{BUFFER}.enable=true", f"{BUFFER}.len=4"]
     rewards, _ = rewarded(samples, *options, f"{BUFFER}.penalty_factor=2")
@@ -442,7 +442,7 @@ def test_a_reward_model_gives_the_reward_alone_or_with_a_function() -> None:
     options = f"{RM}unused".split()
     rewards, _ = rewarded(responses(*rows, rm_score=model), *options)
     assert rewards["reward"].tolist() == rewards["log_model"].tolist() == model
-    # Of the prompt whose data source has no function the model's score is the only one.
+    # The data source of this prompt has no function, so the model's score is the only one.
     assert rewards["score"].tolist() == [1.0, 0.0, 3.0]
     assert rewards["log_function"].isnan().tolist() == [False, False, True]
     weighted = [*options, "reward_model.function_weight=2"]

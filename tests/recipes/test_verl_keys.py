@@ -1,4 +1,4 @@
-"""verl's keys that change numbers mean what they mean in verl 0.9.1, or the start of a run names the difference."""
+"""Keys of verl that affect results have the meaning of verl 0.9.1, or the start of a run reports the difference."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ from training.options.schema import ConfigError, fields_of
 
 
 def small(*arguments: str) -> VerlPPOConfig:
-    """The configuration of a small command with these arguments besides."""
+    """Return the configuration of a small command with these additional arguments."""
     return load_config(VerlPPOConfig, plain_arguments([*SMALL, *arguments]))
 
 
@@ -34,7 +34,7 @@ def test_sequence_level_losses_are_means_over_responses_as_in_verl(kind: str) ->
     )
     assert same.config().algorithm.policy_aggregation == "seq-mean-token-mean"
     assert not any("loss_mode" in note for note in same.notes)
-    # The recipe's own names leave the choice.
+    # With the recipe's own names the choice is free.
     assert (
         load_config(
             VerlPPOConfig, ["model.path=m", "data.path=d", "algorithm.policy_loss=gspo"]
@@ -192,14 +192,15 @@ def test_rejection_options_of_verl_0_7_invert_the_bounds() -> None:
         bounds = [f"{group}.rollout_rs_threshold=4.0", f"{group}.rollout_rs_threshold_lower=0.5"]
         algorithm = small(f"{group}.rollout_rs={level}", *bounds).algorithm
         assert algorithm.rejection == rule
-        # The policy's probability over the engine's between 1/2 and 4: the engine's over the policy's from 1/4 to 2.
+        # The policy's probability over the engine's is bounded by 1/2 and 4, so the engine's over the policy's by 1/4
+        # and 2.
         assert algorithm.rejection_threshold == "0.25_2.0"
 
 
 @pytest.mark.parametrize(
     ("keys", "temperature", "samples"),
     [
-        (["temperature=0.7", "n=4"], 0.7, 4),  # as releases since 0.7 read it
+        (["temperature=0.7", "n=4"], 0.7, 4),  # as read by releases since 0.7
         (["temperature=0.7", "n=4", "do_sample=false"], 0.0, 1),
         (["temperature=0.7", "n=4", "do_sample=true", "mode=sync"], 0.7, 4),
         (["temperature=0.7", "n=4", "do_sample=false", "mode=async"], 0.7, 4),
@@ -312,7 +313,7 @@ def test_agent_loops_of_a_file_run_with_the_limits_of_the_command(tmp_path: Path
     (row,) = config.rows()
     assert row["extra_info"] == {"agent_name": "mine", "raw_prompt": row["input"]}
     assert small(*keys, "agent.rewarded_by=environment").agent.gives_rewards
-    # Beside an agent of the user's own, or verl's tools, the file has no effect.
+    # With an agent of the user, or verl's tools, the file has no effect.
     line = CommandLine(VerlPPOConfig, [*SMALL, *keys, "agent.func_path=env:guess"])
     assert not line.config().has_verl_loops
     assert any(re.search(says("no effect", "agent_loop_config_path"), note) for note in line.notes)
@@ -405,7 +406,7 @@ def test_keys_of_recipes_that_change_no_results_have_a_note(key: str, facts: lis
 
 def test_every_unsupported_key_has_a_reason_and_every_target_option_exists() -> None:
     assert [name for name, one in VERL.refused.items() if len(one.why) < 10] == []
-    # Without a reason only what is let through whatever it is.
+    # Only keys that accept any value may have no reason.
     assert {one.harmless for one in VERL.no_effect.values() if not one.why} == {"*"}
     kinds = ("allowed", "corrected")
     known = {f"rollout.vllm.{name}" for name, each in table.arguments().items() if each.kind in kinds}

@@ -18,8 +18,8 @@ def config(rollout_is: str | None = None) -> Any:
 
 
 def experience() -> Batch:
-    """Three responses of 2, 1 and 0 tokens to prompts of 1, 2 and 1. The policy holds the first token for half as
-    likely as the engine, the last for twice as likely; of the masked ones nothing is read.
+    """Three responses of 2, 1 and 0 tokens to prompts of 1, 2 and 1 tokens. The first token is half as likely under the
+    policy as under the engine, the last one twice as likely. Masked values must not be used.
     """
     half, nan = math.log(0.5), math.nan
     return Batch(
@@ -56,9 +56,9 @@ def test_metrics_of_rewards_and_values_exclude_empty_responses() -> None:
     }
     for name, numbers in expected.items():
         assert tuple(metrics[f"{name}/{kind}"] for kind in ("mean", "max", "min")) == numbers
-    # Returns less values are 1, 1 and 4: variance 2; that of the returns is 8 / 3.
+    # Returns minus values are 1, 1 and 4 with variance 2. The variance of the returns is 8 / 3.
     assert metrics["critic/vf_explained_var"] == pytest.approx(1 - 2 / (8 / 3), abs=1e-5)
-    # What verl has no name for keeps its own.
+    # A metric without a name in verl keeps its own.
     names = ("reward/failed", "reward/score", "reward/format", "rollout/truncated_share")
     assert [metrics[name] for name in names] == pytest.approx([1.0, 1 / 3, 0.5, 1 / 3])
     assert not {"reward/reward", "reward/shaped", "rollout/response_length", "rollout/mismatch_kl"} & set(metrics)
@@ -88,8 +88,8 @@ def test_length_metrics_equal_a_calculation_by_hand() -> None:
 
 def test_the_comparison_of_trainer_and_engine_equals_a_calculation_by_hand() -> None:
     metrics = experience_metrics(experience(), config())
-    # Probabilities 1/4, 1/2, 1/2 and 1/2, 1/2, 1/4: apart by 1/4, 0, 1/4. Less their mean, 5/12, those are
-    # -2, 1, 1 and 1, 1, -2 twelfths: correlation -3 / 6.
+    # Probabilities 1/4, 1/2, 1/2 and 1/2, 1/2, 1/4: the differences are 1/4, 0, 1/4. Minus their mean 5/12, in
+    # twelfths, the probabilities are -2, 1, 1 and 1, 1, -2: correlation -3 / 6.
     compared = {name: value for name, value in metrics.items() if name.startswith("training/")}
     assert compared == pytest.approx(
         {
@@ -101,8 +101,8 @@ def test_the_comparison_of_trainer_and_engine_equals_a_calculation_by_hand() -> 
         },
         abs=1e-6,
     )
-    # In halvings (log 2): the trainer's 2 and 1, mean 1.5, and 1; the engine's 1 and 1, mean 1, and 2.
-    # Per response 0.5 and -1. Per token log p - log q is -1, 0, 1, and p / q is 1/2, 1, 2.
+    # In units of log 2: the trainer has 2 and 1 (mean 1.5) and 1, the engine has 1 and 1 (mean 1) and 2. Per response
+    # 0.5 and -1. Per token log p - log q is -1, 0, 1, and p / q is 1/2, 1, 2.
     log_2 = math.log(2)
     expected = {
         "training_log_ppl": 1.25 * log_2,
@@ -130,7 +130,8 @@ def test_without_trainer_logprobs_there_are_no_comparison_metrics() -> None:
 
 def test_metrics_of_weights_and_rejections_cover_all_sampled_tokens() -> None:
     sampled_N = experience()["action_mask"]
-    # The last token is rejected; the weights are p / q, cut at 1.5: 0.5, 1 and 1.5, and one of three is outside.
+    # The last token is rejected. The weights are p / q, truncated at 1.5: 0.5, 1 and 1.5. One of three is outside of
+    # the bounds.
     batch = experience().with_tokens(
         sampled_mask=sampled_N,
         action_mask=sampled_N & (torch.arange(7) < 5),
@@ -208,7 +209,7 @@ def numbered(lengths: list[int]) -> Batch:
 
 
 def test_ranks_get_equal_numbers_of_responses_and_similar_numbers_of_tokens() -> None:
-    # The longest first, each to whoever has less: 8 to one; 7 and 2 to the other; 1 to the first.
+    # The longest first, each to the rank with fewer tokens: 8 to one rank, 7 and 2 to the other, 1 to the first.
     batch, metrics = balanced(numbered([8, 7, 1, 2]), 2)
     assert batch["index"].tolist() == [0, 2, 1, 3]
     assert metrics == {
@@ -222,7 +223,7 @@ def test_ranks_get_equal_numbers_of_responses_and_similar_numbers_of_tokens() ->
 
 
 def test_responses_that_do_not_divide_evenly_are_split_as_by_split() -> None:
-    # 9 alone is more than 4 and 3 together, so the second rank has room for one more.
+    # 9 is more than 4 and 3 together, so the second rank has room for one more.
     batch, metrics = balanced(numbered([9, 4, 3]), 2)
     assert [part["index"].tolist() for part in batch.split(2)] == [[1, 2], [0]]
     assert (metrics["global_seqlen/balanced_min"], metrics["global_seqlen/balanced_max"]) == (7.0, 9.0)

@@ -1,4 +1,4 @@
-"""verl's keys in recipes/verl_ppo: what they mean here, which are refused, and what job they make."""
+"""Keys of verl in recipes/verl_ppo: their meaning here, rejected keys, and the resulting job."""
 
 import re
 import shlex
@@ -54,9 +54,9 @@ def test_the_grpo_example_of_verl_has_the_same_settings_as_in_verl() -> None:
         False,
     )
     engine = read_config(arguments).engine("actor", steps=105)
-    # 1024 / 256 optimizer steps in each of 105 steps, 32 sequences at a time; 8 without gradients, the reference's.
+    # 1024 / 256 optimizer steps in each of 105 steps, 32 sequences per pass, and 8 without gradients for the reference.
     assert (engine.total_steps, engine.max_sequences, engine.forward_max_sequences) == (420, 32, 8)
-    # Room for 32 of the longest, 512 + 1024 tokens.
+    # Enough tokens for 32 of the longest sequences, 512 + 1024 tokens each.
     assert (engine.max_tokens, engine.forward_max_tokens) == (32 * 1536, 8 * 1536)
     assert (engine.learning_rate, engine.weight_decay, engine.betas) == (1e-6, 0.01, (0.9, 0.999))
     assert (engine.zero_stage, engine.packing, engine.adam_offload, engine.engine) == (3, True, False, "fsdp")
@@ -80,12 +80,12 @@ def test_the_ppo_example_of_verl_with_a_reward_model_has_the_same_settings_as_in
     assert config.data.path == "a/gsm8k.parquet,a/math.parquet"
     assert config.model.attn_implementation == "sdpa"
     assert config.evaluation.at_start is False
-    # The buffer is dapo's.
+    # The buffer is that of the dapo reward manager.
     assert config.algorithm.overlong_buffer is None
     actor, critic = config.engine("actor", 10), config.engine("critic", 10)
     assert (actor.max_tokens, actor.max_sequences, actor.learning_rate) == (24000, 0, 1e-6)
     assert (critic.max_tokens, critic.learning_rate, config.reward.model_max_tokens) == (98304, 1e-5, 70000)
-    # A warm-up of 0.05 of ten training steps is none.
+    # A warm-up ratio of 0.05 of ten training steps is 0 steps.
     assert (critic.total_steps, critic.adam_offload, critic.lr_warmup_ratio) == (80, True, 0.0)
     assert config.roles == ["actor_rollout", "critic", "rm"]
     assert config.placement.workers("rm") == 8
@@ -113,7 +113,7 @@ def test_defaults_are_those_of_verl() -> None:
     assert (config.rollout.temperature, config.evaluation.temperature) == (1.0, 0.0)
     assert (config.evaluation.samples_per_prompt, config.data.epochs, config.checkpoint.every) == (1, 30, -1)
     assert (config.placement.holder("actor"), config.placement.holder("rollout")) == ("actor_rollout", "actor_rollout")
-    # Without a size, a mini-batch has verl's 256 prompts, or all that a step has.
+    # By default a mini-batch has 256 prompts as in verl, or all prompts of a smaller step.
     sizes = [word for word in SMALL if "mini_batch" not in word]
     assert read(*sizes).mini_batch_size == 64 * 8
     assert read(*sizes, "data.train_batch_size=512").mini_batch_size == 256 * 8
@@ -130,13 +130,13 @@ def test_options_of_all_recipes_can_be_combined_with_keys_of_verl() -> None:
 def test_batch_sizes_count_prompts_and_micro_batches_count_sequences() -> None:
     epochs = ["trainer.total_epochs=3", f"{A}.ppo_epochs=2", "critic.ppo_epochs=2", "critic.ppo_mini_batch_size=32"]
     config = read_config([*SMALL, *epochs, f"{A}.optim.lr_warmup_steps=3"])
-    # Three epochs of 150 prompts are 450: 7 steps of 64, and 2 prompts.
+    # Three epochs of 150 prompts are 450 prompts: 7 steps of 64, and 2 prompts.
     assert config.steps(150 * 3) == 7
     facts = ["7 steps", "64 prompts", "8 responses", "512", "8 optimizer steps", "128 responses", "at most 4 responses"]
     assert re.search(says(*facts, "last 2"), config.arithmetic(150))
     assert (config.size_of("actor"), config.size_of("critic")) == (128, 256)
     assert (config.engine("actor", 6).total_steps, config.engine("critic", 6).total_steps) == (6 * 2 * 4, 6 * 2 * 2)
-    # The warm-up counts training steps, and begins with 0: each of three has 8 optimizer steps of one rate.
+    # The warm-up counts training steps and starts at 0. Each of the three has 8 optimizer steps with the same rate.
     engine = config.engine("actor", 6)
     rates = [engine.learning_rate_at(step) for step in (0, 7, 8, 15, 16, 23, 24)]
     assert rates == pytest.approx([0, 0, 1e-6 / 3, 1e-6 / 3, 2e-6 / 3, 2e-6 / 3, 1e-6])
@@ -154,7 +154,7 @@ def test_validation_samples_with_val_kwargs_and_the_score_from_the_full_vocabula
     assert (config.heldout_sampling.temperature, config.heldout_sampling.top_p) == (0.6, 0.7)
     assert (drawn.heldout_sampling.temperature, drawn.heldout_sampling.top_k) == (1.0, 20)
     assert config.sampling(1).top_p == 1.0
-    # Temperature alone does nothing; greedy responses are all the same.
+    # The temperature alone has no effect, because greedy responses are all equal.
     greedy = ["data.val_files=task:sort", f"{prefix}.do_sample=false", f"{prefix}.temperature=1", f"{prefix}.n=4"]
     assert (small(*greedy).evaluation.temperature, small(*greedy).evaluation.samples_per_prompt) == (0.0, 1)
 
@@ -174,7 +174,7 @@ def test_validation_samples_with_val_kwargs_and_the_score_from_the_full_vocabula
             ["algorithm.rollout_correction.rollout_is=sequence", "algorithm.rollout_correction.rollout_is_threshold=3"],
             ("tis", (0.0, 3.0), "sequence"),
         ),
-        # Releases 0.6.0 and 0.5.0.
+        # Names of releases 0.6.0 and 0.5.0.
         (
             ["algorithm.rollout_is=True", "algorithm.rollout_is_threshold=4", "algorithm.rollout_is_level=token"],
             ("tis", (0.0, 4.0), "token"),
@@ -191,7 +191,7 @@ def test_importance_weights_are_set_by_the_names_of_three_releases(options: list
 def test_rejection_bounds_apply_to_the_ratio_of_policy_to_engine_probability() -> None:
     prefix = "algorithm.rollout_correction"
     config = small(f"{prefix}.rollout_rs=token_k1, seq_mean_k3", f"{prefix}.rollout_rs_threshold=0.5_4.0, 0.1")
-    # verl bounds the inverse ratio: 0.5 to 4 of it is 1/4 to 2 of this.
+    # verl bounds the inverse ratio: its bounds 0.5 and 4 are 1/4 and 2 here.
     assert config.algorithm.rejections == [("token", "k1", 0.25, 2.0), ("geometric", "k3", None, 0.1)]
     one = small(f"{prefix}.rollout_rs=seq_sum_k1", f"{prefix}.rollout_rs_threshold=4.0").algorithm
     assert one.rejections == [("sequence", "k1", 0.25, 4.0)]
@@ -250,7 +250,7 @@ def test_a_yaml_file_of_verl_keys_is_read_as_by_hydra(tmp_path: Path) -> None:
     )
     config = read(f"--config={tmp_path}/c.yaml", f"{A}.ppo_mini_batch_size=4")
     assert (config.samples_per_prompt, config.rollout.max_new_tokens, config.train.learning_rate) == (4, 64, 1e-5)
-    # The command line's value, as what refers to it has it too.
+    # The value of the command line, which interpolations in the file use too.
     assert (config.train.mini_batch_size, config.critic.mini_batch_size) == (16, 16)
     assert (config.data.path, config.evaluation.path) == ("a.parquet,b.parquet", None)
     assert (config.critic.enabled, config.rollout.engine) == (None, "auto")

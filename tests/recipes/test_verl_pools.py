@@ -1,4 +1,4 @@
-"""Roles of recipes/verl_ppo and the pools of processes that they are in, and the job that they become."""
+"""Roles of recipes/verl_ppo, their resource pools, and the resulting job."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def test_separate_engines_have_their_own_devices() -> None:
     assert (config.placement.spec, config.roles[:2]) == ({"train": [2], "sample": [2]}, ["actor", "rollout"])
     placed = config.placement.resolved(4, 2, config.rollout.tensor_parallel)
     assert (placed.actor_ranks, placed.rollout_engines) == (2, 1)
-    # one_step_off_policy and fully_async_policy: generation ahead of training, on machines of its own.
+    # one_step_off_policy and fully_async_policy: asynchronous generation on separate machines.
     ahead = ["trainer.nnodes=2", "trainer.n_gpus_per_node=4", "rollout.nnodes=1", "rollout.n_gpus_per_node=8"]
     config = read_config([*SMALL, "actor_rollout_ref.hybrid_engine=False", *ahead])
     assert config.placement.pools == {"train": [4, 4], "sample": [8]}
@@ -55,7 +55,7 @@ def test_separate_engines_have_their_own_devices() -> None:
     stream = ["async_training.staleness_threshold=0.5", "async_training.trigger_parameter_sync_step=4"]
     stream += ["async_training.require_batches=2", "async_training.partial_rollout=True", "data.train_batch_size=0"]
     config = read_config([*SMALL, *ahead, *stream, "rollout.total_rollout_steps=1280", "data.gen_batch_size=1"])
-    # Four times two mini-batches of 16 prompts between two syncs.
+    # Four times two mini-batches of 16 prompts between two weight syncs.
     assert (config.prompts_per_step, config.mini_batch_size, config.max_steps) == (128, 128, 10)
     assert (config.asynchronous.queue_size, config.asynchronous.partial_rollout) == (1, True)
 
@@ -70,7 +70,7 @@ def test_named_pools_of_verl_place_the_roles() -> None:
     assert (placement.pools, placement.nodes) == ({"a": [4, 4], "b": [2]}, 3)
     assert placement.role_pools == {"actor": "a", "rollout": "b", "critic": "a"}
     assert any(re.search(says("max_colocate_count", "share its devices"), note) for note in line.notes)
-    # Nodes for generation turn it on ahead of training; the named pools place the roles.
+    # Nodes for generation enable asynchronous generation. The named pools place the roles.
     ahead = small(SPECS, *IDS, "rollout.nnodes=1", "rollout.n_gpus_per_node=2")
     assert (ahead.placement.pools, ahead.asynchronous.enabled) == ({"a": [4, 4], "b": [2]}, True)
 
@@ -96,7 +96,7 @@ def test_multi_device_engines_are_a_separate_role_on_the_devices_of_the_ranks(
         {"actor": "4-7", "rollout": "2-3", "critic": "4-7", "ref": "4-7"},
     ]
     shown = {host["workers"][0][0]: (host["accelerator"], host["shown"]) for host in plan["placement"]["hosts"]}
-    # The last of each role.
+    # The last call of each role.
     assert shown == {"TRAINER": (0, []), "ACTOR": (0, [1]), "ROLLOUT": (2, []), "CRITIC": (0, [1]), "REF": (0, [1])}
 
 

@@ -1,4 +1,4 @@
-"""recipes/verl_ppo as its users meet it: what a run leaves, what each key does to it, and that nothing is lost."""
+"""recipes/verl_ppo in complete runs: their output, the effect of each key, and recovery."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def options(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]
 
 @pytest.fixture(scope="module")
 def local(options: list[str], policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
-    """Runs of one rank, one after the other in one process."""
+    """Several runs of one rank in one process."""
     from transformers import AutoTokenizer
 
     folder = tmp_path_factory.mktemp("verl_ppo")
@@ -134,7 +134,7 @@ def test_metrics_have_the_names_of_verl_and_match_the_trained_batches(local: dic
 
 
 def calls(run: RunFolder) -> list[str]:
-    """Every call to a role, in the order in which they began."""
+    """Return every call to a role, in the order of their start."""
     events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
     role_calls = [event for event in events if event["event"] == "call" and event["role"] != "TRAINER"]
     return [f"{call['role'].lower()}.{call['method']}" for call in sorted(role_calls, key=lambda call: call["began"])]
@@ -142,8 +142,8 @@ def calls(run: RunFolder) -> list[str]:
 
 def test_the_stages_of_a_step_have_the_order_of_verl(local: dict[str, RunFolder]) -> None:
     began, policy = calls(local["long"]), "actor_rollout"
-    # The engines load first, then all others at once. Held-out prompts are answered twice: as validation asks, and
-    # greedily. In the first step the critic learns alone.
+    # The engines are loaded first, then all other roles together. Held-out prompts are answered twice: as in
+    # validation, and greedily. In the first step only the critic is trained.
     loading = [f"{policy}.init_rollout", f"{policy}.init_model", "critic.init_model", "ref.init_model"]
     assert began[:4] == loading
     validation = [f"{policy}.generate_sequences"] * 2
@@ -211,7 +211,7 @@ def test_a_stopped_run_and_one_resumed_from_a_path_equal_an_undisturbed_run(
     prompts = [prompt for batch in batches(again) for prompt in dict.fromkeys(batch["prompt_id"].tolist())]
     assert sorted(prompts) == list(range(96))
 
-    # The other begins with the third step, in a folder of its own.
+    # The other run begins with the third step, in a separate folder.
     other = local["from_a_path"]
     assert other.summary["resumed_from"] == 2
     assert [line["step"] for line in other.metrics] == [3, 4, 5, 6]
@@ -249,7 +249,7 @@ def test_the_kl_is_subtracted_from_the_reward_and_its_coefficient_adapts_to_the_
 ) -> None:
     first, second = local["within"].metrics
     assert (first["actor/reward_kl_penalty"], first["actor/reward_kl_penalty_coeff"]) == (0, 0.5)
-    # Far below the target of 1 nat, after 32 responses with a horizon of 64: times 1 - 0.2 * 32 / 64.
+    # Far below the target of 1 nat, after 32 responses with a horizon of 64: multiplied by 1 - 0.2 * 32 / 64.
     assert second["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * 0.9)
     batch = batches(local["within"])[1]
     kl_N = (batch["logprob"] - batch["reference_logprob"]) * batch["action_mask"]
@@ -271,7 +271,7 @@ def test_the_reward_is_the_sum_of_a_reward_model_and_half_a_user_function(local:
     (line,) = local["model"].metrics
     (batch,) = batches(local["model"])
     assert len(batch) == 8
-    # The function gives 2 to each, as its bonus, and 1 for an extra_info that is not where it should be.
+    # The function returns 2 for each as a bonus, and 1 if extra_info is wrong.
     assert batch["log_function"].ge(2).all()
     assert batch["log_extra"].tolist() == [0.0 if prompt == "bca>" else 1.0 for prompt in batch["prompt"]]
     torch.testing.assert_close(batch["reward"], batch["rm_score"] + 0.5 * batch["score"])
@@ -328,7 +328,8 @@ def test_val_only_validates_a_checkpoint_and_trains_nothing(local: dict[str, Run
     }
     (line,) = run.metrics
     assert line["step"] == 6
-    assert 0 < line["eval/score"] != line["eval/score_greedy"]  # this one is sampled
+    # this one is sampled The validation during training was already greedy according to val_kwargs.
+    assert 0 < line["eval/score"] != line["eval/score_greedy"]
     # That of the training was greedy already, as val_kwargs have it.
     assert line["eval/score_greedy"] == trained.metrics[-1]["eval/score_greedy"] == trained.metrics[-1]["eval/score"]
     assert run.summary["score"]["end_greedy"] == trained.summary["score"]["end_greedy"]
@@ -377,7 +378,7 @@ def test_two_ranks_with_colocated_roles_balance_tokens_and_match_one_rank(
 def test_a_killed_asynchronous_run_with_separate_pools_trains_on_every_prompt_once(
     policy: Path, ray_address: str, tmp_path: Path
 ) -> None:
-    # After the second checkpoint no response is rewarded, until the run has been killed.
+    # After the second checkpoint no response is rewarded until the run has been killed.
     gate = Gate(tmp_path / "run/checkpoints/step_2", tmp_path / "go")
     arguments = [*SMALL.split(), *write_files(tmp_path, policy, gate), *APART.split(), "--async_train"]
     run = Run("verl_ppo", ray_address, tmp_path / "run", *arguments, "reward_model.timeout_s=600")
@@ -389,7 +390,7 @@ def test_a_killed_asynchronous_run_with_separate_pools_trains_on_every_prompt_on
     assert run.code == 0, run.err
     prompts = [prompt for batch in batches(run) for prompt in dict.fromkeys(batch["prompt_id"].tolist())]
     assert sorted(prompts) == list(range(32))
-    # The first batch is drawn from the weights that are trained; each one after it is one version behind.
+    # The first batch uses the current weights. Each later one is one version behind.
     assert [line["rollout/staleness_max"] for line in run.metrics] == [0, 1, 1, 1]
     for line, batch in zip(run.metrics, batches(run), strict=True):
         weight_N = (batch["logprob"] - batch["rollout_logprob"]).exp().clamp(max=1.5)

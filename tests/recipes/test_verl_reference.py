@@ -1,4 +1,4 @@
-"""verl_ppo: a reference that is another model, and one that becomes the policy every few steps."""
+"""verl_ppo with another model as reference, and with a reference that is replaced by the policy every few steps."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def options(policy: Path, *more: str) -> list[str]:
 
 
 def gaps(run: LocalRun) -> list[float]:
-    """The largest distance of the policy from the reference at a token, in nats, of each step."""
+    """Return the maximum difference of policy and reference at a token, in nats, of each step."""
     assert run.code == 0, run.err
     steps = [Batch.load(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
     differences = [
@@ -48,7 +48,7 @@ def test_the_reference_is_replaced_by_the_policy_every_two_steps_also_after_resu
     moving = run_here("verl_ppo", tmp_path / "moving", *options(policy, "trainer.ref_update_freq=2"))
     kl_gaps = gaps(moving)
     assert len(kl_gaps) == 4
-    # The third step begins with a reference that is the policy; the second and the fourth are an update away.
+    # In the third step the reference equals the policy. In the second and the fourth it is one update behind.
     assert [gap < 1e-5 for gap in kl_gaps] == [True, False, True, False]
     fixed = gaps(run_here("verl_ppo", tmp_path / "fixed", *options(policy, "trainer.ref_update_freq=-1")))
     assert [gap < 1e-5 for gap in fixed] == [True, False, False, False]
@@ -77,5 +77,5 @@ def test_the_kl_is_computed_against_the_reference_model(policy: Path, tmp_path: 
     expected = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
     acts = batch.row(0, "action_mask")
     torch.testing.assert_close(batch.row(0, "reference_logprob")[acts], expected[acts[1:]], rtol=0, atol=1e-4)
-    # Nothing is wrong with a KL that is not 0 at the start.
+    # A KL that is not 0 at the start raises no alarm.
     assert '"alarm": "start"' not in (run.run_dir / "events.jsonl").read_text()

@@ -1,4 +1,4 @@
-"""verl's tools: a YAML file of classes, whose calls are run in episodes that the run's reward function scores."""
+"""verl's tools: a YAML file of classes. Their calls are run in episodes that the run's reward function scores."""
 
 import asyncio
 import json
@@ -96,12 +96,12 @@ CALL = '<tool_call>{"name": "count", "arguments": {"up": 1}}</tool_call>'
 
 
 def write_tools(folder: Path, *entries: dict[str, Any], modules: str = "count_tool") -> str:
-    """Write a file of tools into a folder below the one that has their module."""
+    """Write a file of tools into a subfolder of the folder that has their module."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{modules}.py").write_text(TOOL)
     below = folder / "config"
     below.mkdir(exist_ok=True)
-    # JSON is YAML.
+    # JSON is valid YAML.
     (below / "tools.yaml").write_text(json.dumps({"tools": entries}))
     return str(below / "tools.yaml")
 
@@ -111,7 +111,7 @@ def entry(name: str = "count_tool.Count", **more: Any) -> dict[str, Any]:
 
 
 def calling_model(folder: Path) -> Path:
-    """Write a policy that calls the tool in about half of its turns, and else ends: the call is a token of its own."""
+    """Write a policy that calls the tool in about half of its turns, and otherwise ends. A call is one token."""
     chat_model(folder, template=TOOL_TEMPLATE, eos="<|im_end|>", eos_token_id=[2, 260])
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens([CALL])
@@ -122,7 +122,7 @@ def calling_model(folder: Path) -> Path:
     head: Any = torch.nn.Linear(model.config.hidden_size, len(tokenizer), bias=False)
     model.lm_head = head
     with torch.no_grad():
-        # The first number of each token's hidden state is large and positive, whatever was read.
+        # The first number of each token's hidden state is large and positive for any input.
         embeddings: Any = model.get_input_embeddings()
         embeddings.weight[:, 0] = 5.0
         head.weight.mul_(0.01)
@@ -161,11 +161,11 @@ def test_a_step_trains_on_episodes_that_call_tools_of_verl(tmp_path: Path) -> No
     assert min(calls) == 0
     turns = batch["num_turns"].tolist()
     assert calls == [count - 1 for count in turns]
-    # The function reads the whole episode, and its reward is that of the episode.
+    # The function gets the whole episode, and its reward is that of the episode.
     assert batch["reward"].tolist() == pytest.approx([count / 4 for count in calls])
     assert batch["log_turns"].tolist() == [2 * count for count in turns]
     assert batch["advantage"].abs().sum() > 0
-    # Nothing is learnt from what the tool wrote, and the prompt has its schema.
+    # Tool results are not trained on, and the prompt contains the tool's schema.
     for i in range(len(batch)):
         written = tokenizer.decode(batch.row(i, "tokens")[batch.row(i, "action_mask")])
         assert "1 of 7" not in written
@@ -197,11 +197,11 @@ def test_each_tool_call_creates_and_releases_an_instance(tmp_path: Path) -> None
     assert logs == {"tool_calls": 3, "tool_errors": 1, "tool_reward": -0.25, "tool_score": 0.0}
     import once_tool  # pyright: ignore[reportMissingImports] (written above)
 
-    assert once_tool.released == ["it", "it"]  # the one that raised too
+    assert once_tool.released == ["it", "it"]  # also the instance that raised an error
     for side, first in (("left", "20 of ...(truncated)"), ("right", "(truncated)......")):
         results, _, _ = asyncio.run(play(max_tool_response_length=6, tool_response_truncate_side=side))
         assert results[0].startswith(first)
-        assert "at most 1 calls" in results[1]  # a second call is not run, and the policy reads that
+        assert "at most 1 calls" in results[1]  # a second call is not run, and the policy is informed
 
 
 def test_the_gsm8k_tool_of_verl_runs_without_verl(tmp_path: Path) -> None:

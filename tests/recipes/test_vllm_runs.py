@@ -1,4 +1,4 @@
-"""Recipes that sample with vLLM."""
+"""Recipes with vLLM."""
 
 import re
 from pathlib import Path
@@ -83,7 +83,7 @@ def test_a_mixture_of_experts_learns_to_sort(family: str, tmp_path: Path) -> Non
     assert score["start"] < 0.3
     assert score["end"] > 0.8
     assert score["end_greedy"] > 0.9
-    # The engine computes what the trainer computes after every weight sync.
+    # After every weight sync the engine computes the log-probabilities of the trainer.
     assert all(step["rollout/logprob_gap_max"] < 1e-4 for step in run.metrics if "rollout/logprob_gap_max" in step)
 
 
@@ -99,7 +99,8 @@ def test_vllm_continues_episodes_while_the_policy_trains(ray_address: str, runne
     assert run.summary["score"]["examples"] == 8
     samples = [Batch.load(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
     assert sorted(prompt for batch in samples for prompt in set(batch["prompt_id"].tolist())) == list(range(40))
-    # What has been drawn with the weights of the step before is the policy's own, wherever it stands in an episode.
+    # Tokens sampled with the weights of the previous step have the policy's log-probabilities, at any position of an
+    # episode.
     is_newest = [batch["token_version"] == step for step, batch in enumerate(samples)]
     gaps = [(batch["logprob"] - batch["rollout_logprob"]).abs() for batch in samples]
     assert all(gap[fresh].max() < 1e-4 for gap, fresh in zip(gaps, is_newest, strict=True) if fresh.any())

@@ -1,4 +1,4 @@
-"""However weights get to the engines, a run learns the same, also when an engine dies on the way."""
+"""A run gives the same results with every weight transport, also if an engine dies."""
 
 import json
 import os
@@ -13,9 +13,9 @@ OPTIONS = """data.path=task:sort rollout.max_new_tokens=8 prompts_per_step=8 sam
     train.mini_batch_size=16 max_steps=6 evaluation.every=-1 checkpoint.every=-1 train.learning_rate=1e-3
     rollout.engine=hf rollout.verify_weight_sync=true placement.rollout_engines=2"""
 LACKS = "will request it"
-"""In the log of an engine that has missed a version."""
+"""Text in the log of an engine that has missed a version."""
 NEW_GROUP = "create a new process group"
-"""In the log of the rank that broadcasts, after the first group has lost an engine."""
+"""Text in the log of the broadcasting rank after the first group has lost an engine."""
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts that imitate demonstrations of the task sort, as the demonstration's dense model does."""
+"""Tiny mixtures of experts, trained on demonstrations of the task sort like the demonstration's dense model."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from plugins.demo.models import SHAPE
 from plugins.demo.tasks import get_task
 from plugins.demo.tiny_model import task_tokenizer
 
-# Two of eight experts compute as much per token as two thirds of the dense layer. vLLM's loader of gpt_oss does not tie
-# embeddings, and its CPU kernels take heads and experts in multiples of 32.
+# Two of eight experts compute two thirds as much per token as the dense layer. vLLM's loader of gpt_oss does not tie
+# embeddings, and its CPU kernels need heads and experts in multiples of 32.
 _MIXTURE = SHAPE | {"head_dim": 32, "num_experts_per_tok": 2, "tie_word_embeddings": False}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _MIXTURE | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 128},

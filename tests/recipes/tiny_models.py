@@ -1,4 +1,4 @@
-"""Untrained models of a few thousand parameters that read any text, byte by byte."""
+"""Untrained models of a few thousand parameters with a byte-level tokenizer."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ TEMPLATE = (
 
 
 def byte_tokenizer(**changes: Any) -> PreTrainedTokenizerFast:
-    """A token per byte, after pad, bos and eos."""
+    """Create a tokenizer with a token per byte, after pad, bos and eos."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {piece: index for index, piece in enumerate(["<pad>", "<bos>", "<eos>", *alphabet])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -32,7 +32,7 @@ def byte_tokenizer(**changes: Any) -> PreTrainedTokenizerFast:
 
 
 def shape(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """The configuration of a model for it."""
+    """Return a model configuration for this tokenizer."""
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": 32,
@@ -50,7 +50,7 @@ def shape(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def write_policy(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None, **config: Any) -> Path:
-    """A policy with random weights; `config` changes its sizes."""
+    """Write a policy with random weights. `config` overrides its sizes."""
     tokenizer = tokenizer or byte_tokenizer()
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(**(shape(tokenizer) | config))).save_pretrained(folder)
@@ -59,7 +59,7 @@ def write_policy(folder: Path, tokenizer: PreTrainedTokenizerFast | None = None,
 
 
 def write_mixture(folder: Path, **config: Any) -> Path:
-    """A mixture of experts with random weights."""
+    """Write a mixture of experts with random weights."""
     tokenizer = byte_tokenizer()
     torch.manual_seed(0)
     sizes: dict[str, Any] = shape(tokenizer) | {"moe_intermediate_size": 16, "num_experts_per_tok": 2} | config
@@ -71,7 +71,7 @@ def write_mixture(folder: Path, **config: Any) -> Path:
 def write_reward_model(
     folder: Path, seed: int, tokenizer: PreTrainedTokenizerFast | None = None, **config: Any
 ) -> Path:
-    """A reward model with random weights, written as transformers does it."""
+    """Write a reward model with random weights in the format of transformers."""
     tokenizer = tokenizer or byte_tokenizer()
     torch.manual_seed(seed)
     settings: dict[str, Any] = shape(tokenizer) | {"num_labels": 1} | config

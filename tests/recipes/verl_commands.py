@@ -1,4 +1,4 @@
-"""Command lines as verl's examples have them, and a small one."""
+"""Command lines in the form of verl's examples, and a small one."""
 
 GRPO_ON_GSM8K = """
     algorithm.adv_estimator=grpo

@@ -20,7 +20,7 @@ LONG = """
     algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.horizon=100
     trainer.critic_warmup=1 trainer.save_freq=2 trainer.test_freq=3 trainer.max_actor_ckpt_to_keep=10
 """
-"""Six steps of 16 prompts x 8 responses, with everything that a checkpoint has to hold."""
+"""Six steps of 16 prompts x 8 responses, with all parts of a checkpoint."""
 KL = """
     algorithm.use_kl_in_reward=true algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0.5
     algorithm.kl_ctrl.target_kl=1 algorithm.kl_ctrl.horizon=64
@@ -30,7 +30,7 @@ APART = """
     trainer.role_mapping={actor:train,critic:train,rollout:sample} trainer.save_freq=1 data.val_files=null
     algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=1.5
 """
-"""Four steps in two pools of processes: one that trains, one that samples."""
+"""Four steps with two resource pools: one for training, one for generation."""
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
     # The share of letters that come later than the one before: a model that has hardly learnt earns some of it.
@@ -43,7 +43,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
 
 
 def write_files(folder: Path, policy: Path, *gates: Gate) -> list[str]:
-    """Options with the policy, and with a reward function whose file goes into the folder, and which waits at gates."""
+    """Return options with the policy, and with a reward function that waits at gates. Its file is written to the
+    folder.
+    """
     (folder / "reward.py").write_text(source(*gates) + REWARD)
     return [f"actor_rollout_ref.model.path={policy}", f"custom_reward_function.path={folder}/reward.py"]
 
@@ -54,7 +56,7 @@ def batches(run: RunFolder) -> list[Batch]:
 
 
 def same(one: RunFolder, other: RunFolder) -> None:
-    """The same scores, metrics and weights, bit for bit."""
+    """Check that two runs have equal scores, metrics and weights, bit by bit."""
     assert one.summary["score"] == other.summary["score"]
     assert one.learnt() == other.learnt()
     ours, theirs = one.weights(), other.weights()

@@ -1,4 +1,4 @@
-"""A job that answers long, while one of its engines runs out of memory."""
+"""A job with long responses, in which one engine runs out of memory."""
 
 import itertools
 import os
@@ -15,11 +15,11 @@ from training.roles.rollout import RolloutWorker
 
 PROMPTS, TOKENS = 200, 90
 LAST = 30
-"""A step of vLLM's in the middle of what an engine generates: each is one more token of some of the responses."""
+"""Number of a step of vLLM in the middle of a generation. Each step adds a token to some responses."""
 
 
 class Engine(RolloutWorker):
-    """Grpo's, that also says which process it is."""
+    """Grpo's rollout role, which also returns its process id."""
 
     @trainer_invocation
     def pid(self) -> int:
@@ -28,7 +28,7 @@ class Engine(RolloutWorker):
 
     @trainer_invocation
     def doom(self) -> None:
-        """Have no memory left in the middle of what is generated next, if this is the first engine."""
+        """Simulate running out of memory in the middle of the next generation, if this is the first engine."""
         if self.rank > 0:
             return
         engine: Any = self.sampler
@@ -44,7 +44,7 @@ class Engine(RolloutWorker):
 
 
 class Disturbed(BaseTrainer):
-    """Lets the engines answer the same prompts twice, and takes one's memory in the middle of the second time."""
+    """Generates twice for the same prompts. In the middle of the second time an engine runs out of memory."""
 
     config: GRPOConfig
 
@@ -53,7 +53,7 @@ class Disturbed(BaseTrainer):
         self.RG_ROLLOUT.load(self.config.model.path).result()
 
     def fit(self) -> None:
-        """Leave both batches in the run folder."""
+        """Save both batches in the run folder."""
         prompts = Batch.from_rows(
             {"tokens": [[4 + i % 9, 5, 6] for i in range(PROMPTS)]},
             {"prompt_id": list(range(PROMPTS)), "sample_id": [0] * PROMPTS},

@@ -118,8 +118,7 @@ def test_a_rank_does_not_wait_for_an_engine_that_has_ended(folder: Path, caplog:
     list(sender.sent(4, weights().items()))
     assert time.monotonic() - began < REPLACEMENT_S + 5
     assert "version 4 of the weights: 0 of 1 readers on cpu came" in caplog.text
-    # The replacement starts while version 5 is sent. It requests version 4, which is no longer available, without
-    # waiting.
+    # The replacement starts while version 5 is sent. Version 4 was sent without an engine and without a wait.
     replacement = FORKS.Process(target=read, args=(folder, 5, None, reports_queue))
     replacement.start()
     list(sender.sent(5, weights().items()))

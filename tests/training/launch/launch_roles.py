@@ -1,16 +1,16 @@
-"""Two workloads without a model, for jobs that a test starts."""
+"""Two workloads without a model, for jobs started by tests."""
 
 
 class Works:
-    """Ends well."""
+    """A trainer that succeeds."""
 
     def run(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
 
 class Fails:
-    """Does not."""
+    """A trainer that fails."""
 
     def run(self) -> None:
-        """Give up."""
+        """Raise an error."""
         raise ValueError("there are no numbers; set numbers=FILE")

@@ -37,6 +37,6 @@ def test_data_with_a_token_id_beyond_the_embedding_exits_with_code_2(
     options = [f"model.path={model}", f"data.path={tmp_path}/data.jsonl", f"run_dir={tmp_path}/run", "backend=local"]
     main = import_module(f"recipes.{recipe}.main").main
     assert main([*options, *keys]) == 2
-    # transformers may warn before.
+    # transformers may print warnings first.
     *_, line = capsys.readouterr().err.splitlines()
     assert re.search(says(THINK, f"id {THINK_ID}", f"{THINK_ID} rows", "row"), line)

@@ -1,4 +1,4 @@
-"""The way of a job from its folder to its exit code, and the threads of its processes."""
+"""A job from its folder to its exit code, and the threads of its processes."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def test_workers_share_the_cores_and_each_has_at_least_one(monkeypatch: pytest.M
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     assert [threads_each(workers) for workers in (1, 2, 3, 9)] == [8, 4, 2, 1]
-    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")  # a list, for nested regions, is no number of cores
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")  # a list, for nested regions, is not a number of cores
     assert threads_each(1) == len(os.sched_getaffinity(0))
 
 
@@ -105,7 +105,7 @@ def test_exit_code_summary_and_last_line_agree_on_the_end_of_a_job(
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     assert [event["kind"] for event in events if event["event"] == "job"] == ["start", "end"]
     assert summary["error"] == error
-    # Without processes there are no logs to look at.
+    # Without processes there are no logs to name.
     assert shown.err.splitlines()[-1:] == ([f"demo: failed: {error}"] if error else [])
 
 

@@ -34,7 +34,7 @@ def test_a_derived_model_folder_has_new_settings_and_the_original_weights(model:
     options = ModelOptions(path=str(model), config_overrides={"max_position_embeddings": 4096})
     before = json.loads((model / "config.json").read_text())
     options.prepared(tmp_path)
-    prepared = options.prepared(tmp_path)  # as a run that resumes
+    prepared = options.prepared(tmp_path)  # as in a resumed run
     config = AutoConfig.from_pretrained(prepared.path)
     assert config.max_position_embeddings == 4096
     assert config.hidden_size == before["hidden_size"]
@@ -58,7 +58,7 @@ def test_a_user_chat_template_is_stored_in_the_model_folder_of_engines(model: Pa
     prepared = ModelOptions(path=str(model), chat_template=template).prepared(tmp_path)
     assert AutoTokenizer.from_pretrained(prepared.path).chat_template == template
     assert AutoTokenizer.from_pretrained(model).chat_template != template
-    assert end_tokens_of(prepared.path) == [0, 2]  # <pad> ends a turn here, beside the model's own <eos>
+    assert end_tokens_of(prepared.path) == [0, 2]  # <pad> is also an end token here, in addition to the model's <eos>
     assert end_tokens_of(model) == [2]
 
 

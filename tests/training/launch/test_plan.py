@@ -1,4 +1,4 @@
-"""The plan of a run without a plug-in that computes memory, and checks that need none."""
+"""The plan of a run without the plug-in that computes memory, and checks without a plug-in."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Models that read the tokens of a policy are checked before a run starts."""
+"""Checks, before a run, of models that read the tokens of a policy."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from training.options.model_options import ModelOptions
 def test_a_critic_with_a_smaller_embedding_than_the_policy_is_refused(tmp_path: Path) -> None:
     policy = ModelOptions(path=str(chat_model(tmp_path / "policy")))
     check_reader(policy.path, "critic.path", policy)
-    # Rows beyond the tokenizer's are never drawn.
+    # Embedding rows beyond the tokenizer's are never sampled.
     padded = ModelOptions(path=str(chat_model(tmp_path / "padded", rows=THINK_ID + 50)))
     check_reader(policy.path, "critic.path", padded)
     short = str(chat_model(tmp_path / "short", rows=THINK_ID))

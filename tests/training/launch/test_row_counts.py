@@ -1,4 +1,4 @@
-"""Numbers of rows that are found before a run starts."""
+"""Numbers of rows that are counted before a run starts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The plug-in of somebody else, for the tests of this folder."""
+"""A third-party plug-in for the tests of this folder."""
 
 from tests.their_plugin import their_plugin
 

@@ -1,4 +1,4 @@
-"""Which settings of asynchronous training go together."""
+"""Valid combinations of the settings of asynchronous training."""
 
 import re
 from typing import Any
@@ -43,7 +43,7 @@ def test_concurrent_generation_and_training_need_separate_devices_and_processes(
     assert re.search(says("placement.colocate=false"), fault)
     (fault,) = faults_of(ahead, False, "local")
     assert re.search(says("backend=local", "backend=ray"), fault)
-    # Without a queue the roles work one after the other, as they do without the option.
+    # Without a queue the roles work in turn, as without the option.
     assert faults_of(AsyncOptions(enabled=True, queue_size=0), True, "local") == []
 
 

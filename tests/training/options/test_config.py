@@ -1,4 +1,4 @@
-"""The schema, files and the command line: what wins, and how mistakes are answered."""
+"""The schema, files and the command line: precedence, and error messages."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,12 +65,12 @@ def test_the_values_of_a_flag_end_before_the_next_option(last: str) -> None:
         (["--colocate_all"], {"colocate_all": True}),
         (["--names"], {}),
     ):
-        if expected is None:  # a schema without Hydra's signs refuses the option, and keeps the values before it
+        if expected is None:  # a schema without Hydra's prefixes rejects the option, and keeps the values before it
             with pytest.raises(ConfigError, match=says("+steps")):
                 load_config(Options, [*words, last])
             continue
         assert load_config(Options, [*words, last]) == replace(expected, **values)
-    # A value may look like an option that there is not.
+    # A value may look like an unknown option.
     assert load_config(Options, ["--path", "runs/x=1", "steps=7"]) == Options(path="runs/x=1", steps=7)
     assert load_config(Options, ["--path", "x=1"]) == Options(path="x=1")
 
@@ -175,7 +175,7 @@ def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
 
 @dataclass(kw_only=True)
 class Newcomers:
-    """A schema for people who come from elsewhere."""
+    """A schema with aliases of another system."""
 
     ADAPTER: ClassVar = TableAdapter(
         options={"algo.kl.init_coef": Target("kl_coef")},
@@ -201,7 +201,7 @@ def test_an_alias_is_accepted_in_a_file(tmp_path: Path) -> None:
 
 
 def test_refused_options_are_all_named_at_once_with_their_reasons() -> None:
-    # The reasons are those of the schema.
+    # The reasons are defined in the schema.
     facts = ("packing: not yet; leave it out", "range: use clip", "tp_size: one device per engine; leave it out")
     with pytest.raises(ConfigError, match=says(*facts)):
         load_config(Newcomers, ["--packing", "--range", "0", "1", "--seed", "2", "--tp_size", "2"])

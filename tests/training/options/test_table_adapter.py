@@ -1,4 +1,4 @@
-"""Another system's names and values: what each comes to, what is refused, and how it is said."""
+"""Names and values of another system: their translation, rejected ones, and the messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ppo:
 
 
 def compute(computed: Computed) -> None:
-    """The prompt has what the response leaves of the length."""
+    """The prompt may use the remainder of the maximum length."""
     most = computed.get("max_len", default=1024)
     computed.put("data.max_prompt_tokens", most - computed.get("generate_max_len", default=0))
     if computed.option("data.max_samples") is not None:

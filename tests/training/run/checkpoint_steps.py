@@ -1,4 +1,6 @@
-"""Steps that can be checked: every file of one says of which writing it is. Needs no pytest, for processes that die."""
+"""Checkpoint steps whose files identify the writing that made them. Imports no pytest, for processes that are
+killed.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Step folders: what is in them, which stay, and what their state brings back."""
+"""Step folders: contents, retention, and restored state."""
 
 import math
 import random
@@ -72,7 +72,7 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(tmp_path: Path) -> Non
     box.mark_best(11)
     assert names(tmp_path) == ["best", "latest", "step_10", "step_11"]
     assert (tmp_path / "best").read_text() == "step_11\n"
-    # Within the limits the former best stays.
+    # The former best step is kept within the limits.
     box.mark_best(10)
     assert names(tmp_path) == ["best", "latest", "step_10", "step_11"]
 
@@ -83,7 +83,7 @@ def test_the_newest_checkpoints_and_the_best_one_are_kept(tmp_path: Path) -> Non
 def test_the_oldest_checkpoints_are_removed_until_the_total_size_fits(
     tmp_path: Path, max_bytes: int, left: list[int]
 ) -> None:
-    # 1000 bytes, 3 of trainer.json, and two names with two digests, 108 bytes: 1111 bytes a step.
+    # 1000 bytes, 3 of trainer.json, and two names with two digests, 108 bytes: 1111 bytes per step.
     box = Checkpoints(tmp_path, keep=9, max_bytes=max_bytes)
     for step in (1, 2, 3):
         box.save(step, {}, lambda folder: (folder / "weights").write_bytes(b"w" * 1000))
@@ -111,7 +111,7 @@ def test_steps_after_the_resumed_one_are_removed_first(tmp_path: Path) -> None:
     box = Checkpoints(tmp_path, keep=3)
     for step in (4, 6, 8):
         save(box, step)
-    # Resumed from step 4: 6 and 8 are of the run that was left.
+    # Resumed from step 4: steps 6 and 8 belong to the abandoned run.
     save(box, 5)
     assert names(tmp_path) == ["latest", "step_4", "step_5", "step_8"]
     save(box, 6)
@@ -141,7 +141,7 @@ def test_an_unknown_step_raises_an_error_with_the_existing_steps(tmp_path: Path,
         (tmp_path / file).write_text(name)
     with pytest.raises(ValueError, match=says(tmp_path / "latest", f"'{name}'", ["step_9", "step_10"])):
         box.latest()
-    # It is in the way of nothing that follows.
+    # It does not prevent later writes.
     box.mark_best(10)
     save(box, 11)
     assert ((tmp_path / "best").read_text(), box.latest()) == ("step_10\n", tmp_path / "step_11")
@@ -164,7 +164,7 @@ def test_every_float_is_restored_bit_equal(tmp_path: Path) -> None:
     folder = Checkpoints(tmp_path).save(1, state, lambda folder: None)
     back = read_state(folder)
     assert math.isnan(back.pop("worst"))
-    # A NaN has many bit patterns and is one value here; all others are compared by their bits.
+    # A NaN has many bit patterns and counts as one value here. All others are compared by their bits.
     expected = [math.nan if math.isnan(value) else value for value in floats]
     assert struct.pack("<5004d", *back.pop("floats")) == struct.pack("<5004d", *expected)
     assert back == {"best": {"reward": [-math.inf, math.inf]}, "step": 2**70, "none": None}

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent, whenever the process dies and whatever the disk refuses."""
+"""A checkpoint is complete or absent, for a death of the process at any moment and for any error of the disk."""
 
 import json
 import logging
@@ -88,7 +88,7 @@ def test_after_a_kill_at_any_file_operation_a_complete_step_exists(
     for count in range(len(names(tmp_path))):
         folder = tmp_path / f"killed_{count}"
         seen |= {name for name in names(folder) if name.startswith(".")}
-        # The next writer finds the same, whether or not a reader came before it.
+        # The next writer gets the same result, with or without a reader before it.
         written_first = Checkpoints(shutil.copytree(folder, tmp_path / "written_first"), keep=1).latest()
         assert written_first is not None
         assert_whole(written_first)
@@ -107,7 +107,7 @@ def test_after_a_kill_at_any_file_operation_a_complete_step_exists(
             assert_whole(folder / (folder / "best").read_text().strip())
         assert_whole(save(box, 4))
     assert seen == traces
-    # First always what was there, then, once, always the new one.
+    # Readers first see the old state and then, from one moment on, the new one.
     after = f"{found_after} {'a' if what == 'best' else 'b'}"
     first_after = found_in.index(after)
     assert found_in == [f"{found_before} a"] * first_after + [after] * (len(found_in) - first_after)
@@ -174,7 +174,7 @@ def test_an_unusable_file_outside_of_the_folder_is_named(tmp_path: Path) -> None
 
 
 def in_a_small_disk(code: str, folder: Path, *arguments: object) -> dict[str, Any]:
-    """Run code in a process with a disk of 2 MB at `folder`; where no disk may be mounted, its files are limited.
+    """Run code in a process with a 2 MB disk at `folder`. If no disk can be mounted, file sizes are limited instead.
 
     The code finds in sys.argv: the folder, "disk" or "limit", and the arguments; it prints one line of JSON.
     """
@@ -194,7 +194,7 @@ def in_a_small_disk(code: str, folder: Path, *arguments: object) -> dict[str, An
 
 
 def test_after_a_full_disk_at_any_point_the_last_checkpoint_is_complete_and_named(tmp_path: Path) -> None:
-    # At every amount of free pages, so that each file of a save is the one that does not fit.
+    # For every number of free pages, so that each file of a save is once the one that does not fit.
     code = """
         import json, os, sys
         from pathlib import Path
@@ -231,7 +231,7 @@ def test_after_a_full_disk_at_any_point_the_last_checkpoint_is_complete_and_name
     result = in_a_small_disk(code, tmp_path / "disk")
     facts = ["step 2", f"{tmp_path}/disk/run", "step_1"]
     if result["full"]:
-        # Four pages for the model, one for trainer.json, one for digests.json, one for the name.
+        # Four pages for the model, one for trainer.json, one for digests.json, one for the name file.
         assert result["saved"] == [7]
         assert len(result["said"]) == 7
         facts += ["No space left on device", "0 MB"]
@@ -311,7 +311,7 @@ def test_a_file_size_limit_is_reported_and_without_it_the_run_continues(tmp_path
 
 
 def test_an_unwritable_folder_is_reported_and_not_changed(tmp_path: Path) -> None:
-    # Root may write anywhere, so the process that tries is nobody.
+    # Root may write anywhere, so the process runs as the user nobody.
     code = """
         import json, logging, os, shutil, sys, tempfile
         from pathlib import Path

@@ -1,4 +1,4 @@
-"""Data that is there from the start, in epochs: every group once, in an order that follows from the seed."""
+"""Epochs of given data: every group once, in an order determined by the seed."""
 
 import pytest
 
@@ -10,7 +10,7 @@ ROWS = Batch.from_rows({"tokens": [[number] * (1 + number % 3) for number in ran
 
 
 def seen(data: Epochs) -> list[list[int]]:
-    """The first token of each sequence, which is its number, by step."""
+    """Return the first token of each sequence, which is its number, by step."""
     return [[tokens[0] for tokens in data.minibatch(step).lists("tokens")] for step in range(1, data.steps + 1)]
 
 

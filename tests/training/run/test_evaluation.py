@@ -21,8 +21,8 @@ def prompts() -> Batch:
 
 
 class Policy:
-    """Responses with one token each; the second response to a prompt is right, and greedy ones are when it has
-    learnt.
+    """Return responses with one token each. The second response to a prompt is correct. Greedy ones are correct once
+    the policy has learnt.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Policy:
         self.asked: list[tuple[int, float]] = []
         self.narrowed: list[tuple[float, int]] = []
         self.failing: list[int] = []
-        """Places of responses that have no reward."""
+        """Indices of responses without a reward."""
 
     def response(self, prompts_B: Batch, sampling: SamplingConfig) -> Batch:
         temperature = sampling.temperature
@@ -67,9 +67,9 @@ def test_each_evaluation_has_the_score_and_the_best_step_is_known() -> None:
     policy, said = Policy(), []
     scores = heldout(policy, said, prompts())
     first = scores.start()
-    # Two responses to each of two prompts, and the likeliest to each.
+    # Two sampled responses to each of two prompts, and one greedy response to each.
     assert policy.asked == [(4, 0.5), (2, 0.0)]
-    # The likeliest is that of all tokens, whatever the others are drawn from.
+    # Greedy sampling uses the full vocabulary, regardless of the sampling options.
     assert policy.narrowed == [(0.7, 9), (1.0, 0)]
     assert (first["eval/score"], first["eval/score_greedy"], first["eval/failed"]) == (0.5, 0.0, 0.0)
     assert (first["eval/pass2"], first["eval/a_score"], first["eval/a_pass2"]) == (1.0, 0.5, 1.0)
@@ -114,9 +114,9 @@ def test_a_run_that_ends_early_is_evaluated_at_its_last_step() -> None:
 
 def test_a_response_without_a_reward_is_excluded_from_means_and_counted() -> None:
     policy = Policy()
-    policy.failing = [0]  # of four, the first of prompt 0, which scores 0; and of two, that of prompt 0
+    policy.failing = [0]  # one of four, the first of prompt 0, which scores 0; and one of two, that of prompt 0
     evaluation = heldout(policy, [], prompts()).at_step(7)
-    # Left are 1 of prompt 0, and 0 and 1 of prompt 1.
+    # The remaining scores are 1 of prompt 0, and 0 and 1 of prompt 1.
     assert evaluation["eval/score"] == pytest.approx(2 / 3)
     assert (evaluation["eval/pass2"], evaluation["eval/failed"], evaluation["eval/num_samples"]) == (1.0, 2.0, 3.0)
     policy.failing = [0, 1, 2, 3]
@@ -157,7 +157,7 @@ def test_a_resumed_run_restores_the_scores_without_sampling_again() -> None:
 
 
 def ended(scores: list[float], steps: list[int]) -> Evaluation:
-    """An evaluation of a run with these scores, the first at its start and the last after its end."""
+    """Return the evaluation of a run with these scores, the first at its start and the last after its end."""
     evaluation = heldout(Policy(), [], prompts())
     for step, score in zip(steps, scores, strict=True):
         metrics = {"eval/score": score}

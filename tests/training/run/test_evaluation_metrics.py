@@ -1,4 +1,4 @@
-"""Numbers on held-out prompts, worked by hand. B responses."""
+"""Metrics on held-out prompts, calculated by hand. B responses."""
 
 import math
 
@@ -10,10 +10,10 @@ from training.run.evaluation_metrics import best_metric, heldout_metrics
 
 
 def test_metrics_of_two_sources_equal_a_calculation_by_hand() -> None:
-    # Two responses per prompt, in any order. gsm: prompt 7 scores 1 and 0, prompt 3 scores 0 and 0.5.
-    #   mean (1 + 0 + 0 + 0.5) / 4 = 0.375, best (1 + 0.5) / 2 = 0.75, lengths (4 + 8 + 2 + 6) / 4 = 5, one of 4 cut.
-    # aime: prompt 7 again, another one: 0.25 and 0.75; mean 0.5, best 0.75, lengths (10 + 20) / 2 = 15, both cut.
-    # Over all: (20 + 30) / 6 tokens, 3 of 6 cut, scores 2.5 / 6, best (1 + 0.5 + 0.75) / 3.
+    # Two responses per prompt, in any order. gsm: prompt 7 scores 1 and 0, prompt 3 scores 0 and 0.5. Mean (1 + 0 + 0 +
+    # 0.5) / 4 = 0.375, best (1 + 0.5) / 2 = 0.75, mean length (4 + 8 + 2 + 6) / 4 = 5, one of 4 truncated. aime:
+    # another prompt 7 scores 0.25 and 0.75. Mean 0.5, best 0.75, mean length (10 + 20) / 2 = 15, both truncated. In
+    # total: (20 + 30) / 6 tokens, 3 of 6 truncated, scores 2.5 / 6, best (1 + 0.5 + 0.75) / 3.
     metrics = heldout_metrics(
         torch.tensor([1.0, 0.0, 0.25, 0.0, 0.5, 0.75]),
         torch.tensor([7, 3, 7, 7, 3, 7]),
@@ -101,7 +101,7 @@ METRICS = {
     [
         ("", ("score", 0.15)),
         ("eval/score", ("score", 0.15)),
-        ("eval_ape_pass1", ("ape_score", 0.2)),  # OpenRLHF's
+        ("eval_ape_pass1", ("ape_score", 0.2)),  # the name in OpenRLHF
         ("none", None),
         ("zebra_pass4", ("zebra_pass4", 0.9)),
         ("eval/zebra_pass4", ("zebra_pass4", 0.9)),

@@ -13,7 +13,7 @@ from training.run.failed_rewards import FailedRewards
 
 
 class Saved:
-    """Stands for the tracker: keeps what is saved."""
+    """Replacement of the tracker that records saved batches."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[int, list[int], str]] = []
@@ -64,5 +64,5 @@ def test_too_few_rollouts_with_a_reward_are_an_error_with_both_numbers() -> None
     rewarded = failures.drop(rollouts([1, 1, 2], [0, 1, 0]))
     with pytest.raises(RewardError, match=says("2 of 3 responses", "need 3")):
         failures.take(rewarded)
-    # A step of two in which nothing failed is not refused here.
+    # A step with two rollouts and no failure is accepted here.
     assert failures.take(failures.drop(rollouts([1, 2], [0, 0]))) is None

@@ -1,4 +1,4 @@
-"""Phases by a clock that is told what to show, and checkpoints that are due, best, failed, and continued from."""
+"""Durations of phases, and checkpoints: when they are due, the best one, failures, and resuming."""
 
 import errno
 import json
@@ -25,7 +25,7 @@ from training.run.queue import RolloutQueue
 
 
 class FakeTime:
-    """A clock of `time` that stands still until a test moves it."""
+    """A substitute for `time` whose clock advances only when a test moves it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 10.0
@@ -44,14 +44,14 @@ def fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 def test_the_phases_of_a_step_add_up_to_its_duration(fake_time: FakeTime) -> None:
     clock = PhaseClock()
-    fake_time.now += 60  # the set-up
+    fake_time.now += 60  # time before the first step
     clock.begin()
     for name, seconds in (("generate", 1.0), ("train", 3.5), ("generate", 0.25)):
         fake_time.pass_in(clock.phase(name), seconds)
     fake_time.now += 0.75
     expected = {"generate": 1.25, "train": 3.5, "other": 0.75, "step": 5.5}
     assert clock.take() == {f"timing_s/{name}": seconds for name, seconds in expected.items()}
-    # A phase that ends with an error counts, and time before it belongs to the same step.
+    # A phase that ends with an error is counted, and the time before it belongs to the same step.
     fake_time.now += 2.0
     with pytest.raises(KeyError), clock.phase("train"):
         fake_time.now += 1.0
@@ -107,7 +107,7 @@ def test_phases_of_another_thread_are_shown_but_not_summed(fake_time: FakeTime) 
 
 
 def test_a_step_is_counted_and_its_throughput_is_logged() -> None:
-    # 3 sequences of 12 tokens in 4 s, while another thread generated for 5.
+    # 3 sequences of 12 tokens in 4 s, while another thread generated for 5 s.
     progress, batch = Progress(tokens=8, seconds=1.0), Batch([3, 4, 5], {"tokens": torch.arange(12)})
     took = {"timing_s/generate": 5.0, "timing_s/train": 3.0, "timing_s/step": 4.0}
     assert progress.count(took, batch, 2_500_000_000) == took | {
@@ -118,7 +118,7 @@ def test_a_step_is_counted_and_its_throughput_is_logged() -> None:
         "perf/memory_gb": 2.5,
     }
     assert (progress.tokens, progress.seconds) == (20, 5.0)
-    # Nobody has looked at the memory yet, and the clock may not have moved.
+    # The memory has not been measured yet, and the clock may not have advanced.
     counted = progress.count({"timing_s/step": 0.0}, batch)
     assert sorted(counted) == ["perf/samples_per_second", "perf/tokens_per_second", "timing_s/step"]
 
@@ -142,7 +142,7 @@ def test_asynchronous_generation_has_separate_phases_of_both_threads() -> None:
 
 
 class Box:
-    """A run of some steps which counts tokens, and writes its checkpoints into a folder."""
+    """A run of some steps that counts tokens and writes its checkpoints to a folder."""
 
     def __init__(self, folder: Path, *, every: int = -1, steps: int = 5, run_id: str = "a", **config: Any) -> None:
         self.said: list[str] = []
@@ -167,7 +167,7 @@ class Box:
         self.written.append(folder.name)
 
     def train(self, until: int, best: Callable[[int], bool] = lambda _: False) -> "Box":
-        """Up to and including this step, 10 tokens each."""
+        """Train up to and including this step, with 10 tokens per step."""
         for step in self.stream:
             self.progress.tokens += 10
             self.checkpoints.save_when_due(best(step))
@@ -212,7 +212,7 @@ def test_a_failed_checkpoint_is_reported_and_counted_and_the_last_one_raises(tmp
 
 def test_a_resumed_run_continues_at_its_step_and_lists_changed_options(tmp_path: Path) -> None:
     before = Box(tmp_path, every=2)
-    before.checkpoints.parts["tracker"] = Progress(tokens=7)  # made after loading
+    before.checkpoints.parts["tracker"] = Progress(tokens=7)  # created after loading
     before.train(2)
     box = Box(tmp_path, rate=0.2)
     checkpoint = box.checkpoints.load("auto")
@@ -223,14 +223,14 @@ def test_a_resumed_run_continues_at_its_step_and_lists_changed_options(tmp_path:
     resumed, changed = box.said
     assert re.search(says("step 2 of 5", tmp_path / "step_2"), resumed)
     assert "rate: 0.1 -> 0.2" in changed
-    box.checkpoints.save()  # it is there
+    box.checkpoints.save()  # it exists
     assert box.written == []
 
 
 def test_the_number_of_steps_may_follow_from_the_remaining_data(tmp_path: Path) -> None:
     Box(tmp_path, every=2).train(2)
     box = Box(tmp_path)
-    # Counted once the parts are set: 20 tokens were trained on, and 50 are left.
+    # Counted after the parts are set: 20 tokens were trained on, and 50 are left.
     box.checkpoints.load("auto", lambda: (70 - box.progress.tokens) // 10)
     assert box.stream.steps == 7
     (said,) = box.said
@@ -263,7 +263,7 @@ def test_a_checkpoint_of_another_recipe_is_refused_with_its_missing_parts(tmp_pa
 
 
 class Counter:
-    """Hands out the prompts 0, 1, 2, ..."""
+    """Returns the prompts 0, 1, 2, ..."""
 
     label: Any = None
     """Label of every row. None gives each row a different label."""
@@ -286,7 +286,9 @@ class Counter:
 
 
 class Ahead:
-    """A run of 5 steps of two prompts, up to two batches ahead; in the middle of the batch of step `halt` it waits."""
+    """A run of 5 steps of two prompts with a queue of two batches. The generation of step `halt` waits in its
+    middle.
+    """
 
     def __init__(self, folder: Path, halt: int = 0, **sources: Any) -> None:
         self.prompts, self.begun, self.go_on = Counter(), threading.Event(), threading.Event()
@@ -313,7 +315,7 @@ class Ahead:
         return batch
 
     def train(self, until: int) -> list[Batch]:
-        """Up to this step, whose checkpoint is written while the batch of `halt` is under way."""
+        """Train up to this step, whose checkpoint is written while the batch of `halt` is being generated."""
         seen = []
         for batch in self.stream:
             seen.append(batch)
@@ -333,7 +335,7 @@ def test_a_checkpoint_holds_queued_batches_and_resume_regenerates_the_unfinished
     assert state["prompts"] == {"taken": 6}
     assert state["stream"]["queue"][0]["batch"] == {"__batch__": "batch-stream-queue-0-batch.parquet"}
     resumed = Ahead(tmp_path)
-    # Of the 10 prompts 4 were not yet handed out, and of the steps that are left one is in the queue.
+    # 4 of 10 prompts were not yet used, and one of the remaining steps is in the queue.
     checkpoint = resumed.checkpoints.load("auto", lambda: (10 - resumed.prompts.taken) // 2)
     assert checkpoint is not None
     assert (resumed.stream.step, resumed.stream.queued, resumed.stream.steps) == (2, 1, 5)
@@ -368,7 +370,7 @@ def test_a_queue_with_objects_that_cannot_be_saved_is_refused_by_name(tmp_path: 
 
 
 class Held:
-    """Prompts under way, as one batch."""
+    """Return the prompts in flight as one batch."""
 
     def __init__(self, prompts: Batch | None = None) -> None:
         self.prompts = prompts
@@ -400,7 +402,7 @@ def test_a_resumed_run_may_enable_partial_rollouts(tmp_path: Path) -> None:
 
 
 def put_back(box: Box, at: int) -> Box:
-    """Train up to this step, whose batch is put back, as where its rewards failed."""
+    """Train up to this step, whose batch is returned to the queue, as after failed rewards."""
     for step in box.stream:
         if step == at:
             box.stream.put_back()
@@ -417,7 +419,7 @@ def test_a_run_with_failed_rewards_resumes_with_the_unrewarded_batch(tmp_path: P
     assert names(box) == ["step_3"]
     (said,) = box.said
     assert re.search(says("step 3", "generated ahead (1)"), said)
-    # The checkpoint that was due at step 3 did not hold the batch yet.
+    # The checkpoint that was due at step 3 did not contain the batch yet.
     assert box.written == [".step_3.partial"] * (1 if every == -1 else 2)
     resumed = Box(tmp_path)
     resumed.checkpoints.load("auto")
@@ -459,7 +461,7 @@ def test_a_failed_evaluation_is_repeated_before_a_resumed_run_continues(tmp_path
     ((batch, metrics),) = seen
     assert batch.to_table().equals(trained.to_table())
     assert metrics == {"loss": 0.3}
-    # What is the best step is saved without it, and nothing is caught up with twice.
+    # The checkpoint of the best step does not contain it, and nothing is evaluated twice.
     assert (tmp_path / "best").read_text() == "step_2\n"
     assert resumed.written == [".step_2.partial"]
     again = Box(tmp_path)

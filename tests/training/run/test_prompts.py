@@ -19,7 +19,7 @@ CHAT = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'
         ({}, "2 + 2?", True),
         ({"apply_chat_template": True}, "2 + 2?", False),
         ({"input_template": "Q: {} A:"}, "2 + 2?", False),
-        ({}, [{"role": "user", "content": "2 + 2?"}], False),  # messages always go through it
+        ({}, [{"role": "user", "content": "2 + 2?"}], False),  # messages always use it
     ],
 )
 def test_text_prompts_without_the_existing_chat_template_give_a_warning(

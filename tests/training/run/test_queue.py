@@ -1,4 +1,4 @@
-"""The stream a training loop reads, inline and from a thread that generates ahead."""
+"""The stream of batches for a training loop, inline and from a thread that generates ahead."""
 
 import contextvars
 import subprocess
@@ -16,7 +16,7 @@ from training.run.phase_clock import PhaseClock
 from training.run.queue import RolloutQueue
 
 SECONDS = 100
-"""After which something that never comes counts as hung."""
+"""Seconds after which an event that never occurs counts as hung."""
 
 
 def test_without_a_queue_each_batch_is_generated_on_request() -> None:
@@ -78,7 +78,7 @@ def test_the_stream_ends_with_the_data_and_after_a_stop_steps_remain(queue_size:
 
 
 class Prompts:
-    """Hands out 0, 1, 2, ..., two to a batch. The batch of step `halt` waits between the two."""
+    """Returns 0, 1, 2, ..., two per batch. The batch of step `halt` waits between the two."""
 
     def __init__(self, halt: int = 0) -> None:
         self.taken = 0
@@ -121,10 +121,10 @@ def test_generation_starts_at_most_queue_size_steps_ahead(queue_size: int) -> No
     prompts, seen = Prompts(), []
     for batch in (stream := ahead(prompts, 6, queue_size)):
         seen.append(batch)
-        # In the body of step t those up to t - 1 have ended.
+        # In the body of step t, the steps up to t - 1 have ended.
         prompts.until(min(stream.step + queue_size, 6))
         assert max(prompts.begun) == min(stream.step + queue_size, 6)
-        # With a queue of two this one was there before the one that is being generated now.
+        # With a queue of two, this batch was finished before the one that is being generated now.
         assert stream.metrics["rollout/queued_batches"] >= (queue_size == 2 and stream.step > 1)
     assert seen == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     assert prompts.begun == [1, 2, 3, 4, 5, 6]
@@ -198,7 +198,7 @@ def test_generation_is_cancelled_only_if_the_run_stops(queue_size: int) -> None:
     for step in stream:
         if step == 1:
             break
-    stream.steps = 2  # what was left behind may have made the second one already
+    stream.steps = 2  # the thread may already have generated the second batch
     signals.clear()
     assert list(stream) == [2]
     assert signals in ([], [False])
@@ -212,7 +212,7 @@ def test_a_stop_during_the_wait_keeps_the_arriving_batch_in_the_queue() -> None:
     class Clock(PhaseClock):
         @contextmanager
         def phase(self, name: str) -> Iterator[None]:
-            waits.set()  # the loop asks for a batch
+            waits.set()  # the loop requests a batch
             yield
 
     def generate(step: int) -> int:
@@ -263,7 +263,7 @@ def test_a_generation_cancelled_by_a_stop_is_repeated_with_the_same_prompts() ->
 def trained_and_saved(prompts: Prompts, stream: RolloutQueue[list[int]], step: int, begun: int) -> Any:
     """Train up to `step`, wait in its body until the generation of step `begun` has begun, save, and leave the loop.
 
-    Where `begun` is 0, wait for nothing.
+    If `begun` is 0, do not wait.
     """
     trained: list[int] = []
     for batch in stream:
@@ -284,7 +284,7 @@ def test_a_state_holds_the_queue_and_the_prompt_position_before_the_unfinished_b
     assert states["prompts"] == {"taken": 6}
     counters = {"metrics": {}, "seconds": {}, "most_stale": 4}
     assert states["stream"] == {"step": 1, "queue": [{"batch": [2, 3], **counters}, {"batch": [4, 5], **counters}]}
-    # It continues inline as well; only what was drawn before may be as old as it was allowed to be.
+    # It can also continue inline. Only batches generated before may have the allowed staleness.
     resumed = ahead(later := Prompts(), 5, 0)
     later.load_state_dict(states["prompts"])
     resumed.load_state_dict(states["stream"])
@@ -336,7 +336,7 @@ def test_a_run_killed_at_any_point_trains_on_every_prompt_once_in_order(data: st
     while (done := states["stream"]["step"]) < steps:
         queue_size = data.draw(st.integers(0, 3))
         killed = data.draw(st.integers(done + 1, steps))
-        # A batch that is half made then: one that was not saved before, and may have been begun.
+        # The unfinished batch at that time, which was not saved before and may have been started.
         first = max(killed, done + len(states["stream"].get("queue", ()))) + 1
         halt = data.draw(st.sampled_from([0, *range(first, min(killed + queue_size, steps) + 1)]))
         prompts = Prompts(halt)

@@ -30,14 +30,14 @@ from training.tracking import StepEvent, Tracker
 
 
 def responses() -> Batch:
-    """Two prompts of one token, two responses each, of 1, 2, 1 and 1 tokens."""
+    """Return two responses, of 1, 2, 1 and 1 tokens, to each of two prompts of one token."""
     mask = [False, True, False, True, True, False, True, False, True]
     return Batch(
         [2, 3, 2, 2],
         {
             "tokens": torch.arange(9),
             "action_mask": torch.tensor(mask),
-            # Twice as likely for the engine in one of five tokens; what is masked is not read.
+            # One of five tokens is twice as likely under the engine. Masked values must not be used.
             "logprob": torch.tensor([9.0, -1.0, math.nan, -1.0, -1.0, 0.0, -1.0, 0.0, -1.0]),
             "rollout_logprob": torch.tensor([0.0, math.log(2) - 1, 0.0, -1.0, -1.0, 0.0, -1.0, 0.0, -1.0]),
         },
@@ -60,13 +60,13 @@ def test_metrics_of_a_step_equal_a_calculation_by_hand() -> None:
     assert metrics["reward/score"] == 0.75
     assert metrics["reward/failed"] == 1.0
     assert metrics["reward/length"] == 1.25
-    # Rewards 1 and 3 have the deviation sqrt(2), 2 and 2 none.
+    # Rewards 1 and 3 have the standard deviation sqrt(2), 2 and 2 have 0.
     assert metrics["reward/group_std"] == pytest.approx(math.sqrt(2) / 2)
     assert metrics["reward/zero_variance_share"] == 0.5
     assert metrics["rollout/response_length"] == 1.25
     assert metrics["rollout/truncated_share"] == 0.25
     assert metrics["rollout/logprob_gap_max"] == pytest.approx(math.log(2))
-    # One token in five, of ratio 1/2.
+    # One of five tokens, with ratio 1/2.
     assert metrics["rollout/outside_share"] == pytest.approx(0.2)
     assert metrics["rollout/mismatch_kl"] == pytest.approx(math.log(2) / 5)
 
@@ -110,7 +110,7 @@ def test_each_response_has_the_status_finished_or_truncated() -> None:
 
 
 class Lengths(RewardSource):
-    """Rewards the length of each response; the responses in `failing` get none."""
+    """Rewards the length of each response. Responses in `failing` get no reward."""
 
     source = "lengths"
 
@@ -126,11 +126,13 @@ class Lengths(RewardSource):
         return RewardOutput(reward_B, reward_B / 4, {"vowels": torch.ones(len(samples.queries))}, failures)
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing, because no process was started."""
 
 
 def texts(count: int) -> Batch:
-    """The prompt "ab", each time with one response more: "c", "cc", ..., and an end token that no response shows."""
+    """Return responses to the prompt "ab", each one letter longer: "c", "cc", ..., and an end token that is not
+    shown.
+    """
     tokenizer = character_tokenizer("abc")
     rows = [
         [*tokenizer.encode("ab" + "c" * (i + 1), add_special_tokens=False), tokenizer.eos_token_id]
@@ -204,7 +206,7 @@ def test_a_step_is_logged_and_reported_to_observers(tmp_path: Path) -> None:
     (event,) = events
     assert (event.step, event.steps, event.metrics, event.shown) == (3, 9, metrics, ("reward/score",))
     assert event.sample is not None and event.sample["reward"] == 1.0
-    # The first response is of the tokens 0 and 1, whatever the data's own prompt was.
+    # The first response has the tokens 0 and 1, which differ from the text of the prompt.
     decode = character_tokenizer("abcdefghi").decode
     assert (event.sample["prompt"], event.sample["response"]) == (decode([0]), decode([1]))
     assert (tmp_path / "tokenizer" / "tokenizer.json").is_file()
@@ -219,7 +221,7 @@ def test_responses_that_cannot_be_decoded_do_not_end_a_run(tmp_path: Path, caplo
     tracker = Tracker(tmp_path, "demo", {}, 0, sinks={"tensorboard": {}}, emit=events.append)
     samples = with_status(responses().with_sequences(prompt_length=torch.ones(4).long()))
     samples = samples.with_objects(prompt=["a"] * 4, label=[1] * 4)
-    tokenizer: Any = object()  # it has neither decode nor save_pretrained
+    tokenizer: Any = object()  # a tokenizer without decode and save_pretrained
     for step in (1, 11):
         record_step(tracker, step, 20, {"reward/score": 0.5}, samples, tokenizer)
     tracker.close()
@@ -259,7 +261,7 @@ def test_staleness_of_responses_is_limited_and_logged() -> None:
     metrics = rollout_metrics(checked)
     assert (metrics["rollout/staleness_mean"], metrics["rollout/staleness_max"]) == (1.25, 2.0)
     assert "rollout/token_staleness_mean" not in metrics
-    # The five response tokens were drawn at 4, 4, 5, 3 and 5; the trainer is at 5.
+    # The five response tokens have versions 4, 4, 5, 3 and 5. The trainer has version 5.
     version_N = torch.tensor([-1, 4, -1, 4, 5, -1, 3, -1, 5])
     metrics = rollout_metrics(checked.with_tokens(token_version=version_N))
     assert metrics["rollout/token_staleness_mean"] == pytest.approx(0.8)
@@ -293,11 +295,11 @@ def test_only_the_main_sequence_of_an_episode_is_scored() -> None:
 
 
 def test_a_sample_with_branches_counts_once_in_its_group() -> None:
-    # Prompt 7: the first sample has two sequences and reward 1, the second reward 0. By RLOO 1 - 0 and 0 - 1.
+    # Prompt 7: the first sample has two sequences and reward 1, the second one reward 0. RLOO gives 1 - 0 and 0 - 1.
     columns = {"prompt_id": torch.tensor([7, 7, 7]), "branch": torch.tensor([0, 1, 0])}
     samples = Batch.from_rows({"tokens": [[1], [2], [3]]}, per_sequence=columns)
     assert compare_samples(samples, torch.tensor([1.0, 1.0, 0.0]), rloo).tolist() == [1, 1, -1]
-    # As three samples the first two would have each other's reward in their mean: 1 - (1 + 0) / 2.
+    # As three samples, the first two would include each other's reward in their mean: 1 - (1 + 0) / 2.
     assert compare_samples(samples.without("branch"), torch.tensor([1.0, 1.0, 0.0]), rloo).tolist() == [0.5, 0.5, -1]
 
 

@@ -12,8 +12,9 @@ NAN = math.nan
 
 
 def test_the_score_of_a_majority_is_that_of_its_first_response() -> None:
-    # Votes 0, 1, 1: vote 1, whose first response is worth 5. 2, 0, 2, ...: vote 2, whose first is worth 1.
-    # 1, 0, 0, 1: a tie, and 1 was drawn first; 0, 1, 1, 0: a tie, and 0 was. All different: the first.
+    # Votes 0, 1, 1: majority 1, whose first response has value 5. Votes 2, 0, 2, ...: majority 2, whose first has value
+    # 1. Votes 1, 0, 0, 1: a tie, 1 was sampled first. Votes 0, 1, 1, 0: a tie, 0 was sampled first. All different: the
+    # first one.
     value_kR = np.array([[9.0, 5.0, 7.0, 3.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]).T
     vote_kR = np.array([[0, 1, 1, 2], [2, 0, 2, 1], [1, 0, 0, 1], [0, 1, 1, 0]]).T
     assert majority(value_kR, vote_kR).tolist() == [5.0, 1.0, 1.0, 5.0]
@@ -28,9 +29,9 @@ def test_one_response_per_prompt_has_only_a_mean() -> None:
 
 
 def test_metrics_of_two_responses_per_prompt_equal_a_calculation_by_hand() -> None:
-    # The responses to prompt 7 earn 1 and 0, in any order; those to prompt 3 both 0.5.
-    # Mean (0.5 + 0.5) / 2, deviation (0.5 + 0) / 2. Of two draws from 1 and 0 the best is 1 three times in four, the
-    # worst one in four; the deviation of both is sqrt(3) / 4. Of prompt 3 all is 0.5, and nothing deviates.
+    # The responses to prompt 7 score 1 and 0 in any order, those to prompt 3 both 0.5. Mean (0.5 + 0.5) / 2, deviation
+    # (0.5 + 0) / 2. The best of two bootstrap samples from 1 and 0 is 1 with probability 3/4, the worst with 1/4. The
+    # deviation of both is sqrt(3) / 4. For prompt 3 all are 0.5 with deviation 0.
     metrics = validation_metrics(torch.tensor([1.0, 0.5, 0.0, 0.5]), torch.tensor([7, 3, 7, 3]), ["s"] * 4)
     assert metrics["val-core/s/reward/mean@2"] == 0.5
     assert metrics["val-aux/s/reward/std@2"] == 0.25
@@ -42,18 +43,19 @@ def test_metrics_of_two_responses_per_prompt_equal_a_calculation_by_hand() -> No
         "val-aux/s/reward/worst@2/mean": (0.25 + 0.5) / 2,
         "val-aux/s/reward/worst@2/std": math.sqrt(3) / 8,
     }
-    # A thousand draws: three deviations of their mean are 3 * 0.433 / sqrt(1000) = 0.04, half of it for two prompts.
+    # With a thousand samples, three standard errors of a mean are 3 * 0.433 / sqrt(1000) = 0.04, and half of that over
+    # two prompts.
     assert drawn == pytest.approx(expected, abs=0.025)
 
 
 def test_majority_voting_is_logged_if_predictions_exist() -> None:
-    # Three of four say 4, which is right. Four draws: 4 has most votes, or as many and comes first, in
-    #   4 or 3 times 4: 81/256 + 108/256, twice: 54/256 of which in half 4 comes first; together 216/256 = 0.84.
+    # Three of four predictions are 4, which is correct. In four samples, 4 has the majority if it occurs 4 or 3 times
+    # (81/256 + 108/256), or if it occurs twice (54/256) and first (half of those). In total 216/256 = 0.84.
     reward_B = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])
     said = ["4", "4", "5", "4", None, None, None, None]
     metrics = validation_metrics(reward_B, torch.zeros(8), ["a"] * 4 + ["b"] * 4, predictions=said)
     assert metrics["val-core/a/reward/maj@4/mean"] == pytest.approx(216 / 256, abs=0.035)
-    # Of two responses the first drawn wins either way: 0.75.
+    # With two responses the first sample decides in any case: 0.75.
     assert metrics["val-aux/a/reward/maj@2/mean"] == pytest.approx(0.75, abs=0.042)
     assert not any(name.startswith(("val-core/b/reward/maj", "val-aux/b/reward/maj")) for name in metrics)
     assert "val-core/b/reward/best@4/mean" in metrics

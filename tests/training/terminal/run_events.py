@@ -1,4 +1,4 @@
-"""Events of a run that is shown on a terminal."""
+"""Events of a run for tests of the terminal."""
 
 from __future__ import annotations
 

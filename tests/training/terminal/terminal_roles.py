@@ -1,6 +1,6 @@
-"""A job that a test looks at through a terminal, and what libraries write in its driver.
+"""A job shown on a terminal, and output of libraries in its driver.
 
-python -m tests.training.terminal.terminal_roles RUN_DIR SECONDS runs it; its sleepers response after so many seconds.
+python -m tests.training.terminal.terminal_roles RUN_DIR SECONDS runs it. Its sleepers return after SECONDS.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from training.tracking import StepEvent
 
 
 class Sleeper(BaseWorkload):
-    """Hangs for as long as it is told to."""
+    """A worker that sleeps for the requested time."""
 
     @trainer_invocation(blocking=False)
     def slumber(self, seconds: float) -> None:
@@ -26,15 +26,15 @@ class Sleeper(BaseWorkload):
 
 
 class Watched(BaseTrainer):
-    """Tells of three steps while the sleepers sleep."""
+    """A trainer that reports three steps while the sleepers sleep."""
 
     RG_SLEEPER: Any
 
     def init(self) -> None:
-        """Nothing is to be made."""
+        """Do nothing."""
 
     def fit(self) -> None:
-        """Say a line, and show what a model might have written."""
+        """Print a line, and text as a model might have written it."""
         asleep = self.RG_SLEEPER.slumber(self.config)
         self.info("the first line")
         for step in (1, 2, 3):
@@ -45,13 +45,13 @@ class Watched(BaseTrainer):
 
 
 class Noisy:
-    """The job, in a driver whose libraries write what they like."""
+    """Return the job, in a driver whose libraries write arbitrary output."""
 
     def __init__(self, job: Job) -> None:
         self.roles, self._job = job.roles, job
 
     def submit(self, job_name: str = "job", **options: Any) -> Any:
-        """Run it."""
+        """Run the job."""
         os.write(2, b"raylet: something is odd\n")
         ctypes.CDLL(None).write(1 if os.path.sameopenfile(1, 2) else 2, b"written by C\n", 13)
         library = ("some.library", logging.WARNING, "/lib/site-packages/some/library.py", 1, "dull", None, None)
@@ -61,7 +61,7 @@ class Noisy:
 
 
 def main(run_dir: str, seconds: str) -> int:
-    """Run it; returns the exit code."""
+    """Run the job, and return its exit code."""
     builder = JobBuilder().device_type("CPU").config(float(seconds)).recovery(stop_grace=600.0)
     builder.role("trainer").run(f"{__name__}:Watched")
     builder.role("sleeper").run(f"{__name__}:Sleeper").total(2)
@@ -70,6 +70,6 @@ def main(run_dir: str, seconds: str) -> int:
 
 
 if __name__ == "__main__":
-    from tests.training.terminal import terminal_roles  # under the name that its workers import it by
+    from tests.training.terminal import terminal_roles  # registered under the name by which its workers import it
 
     sys.exit(terminal_roles.main(*sys.argv[1:]))

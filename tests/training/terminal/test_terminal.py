@@ -1,4 +1,4 @@
-"""The lines of a run without a live view, and what is kept off the screen."""
+"""Output of a run without a live view, and output that is kept off the terminal."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def test_without_a_terminal_each_step_and_alarm_is_one_line(
 ) -> None:
     before = sys.stdout
     with Terminal("demo", tmp_path, {"TRAINER": 1}, backend, time.time()) as terminal:
-        assert (sys.stdout is before) == (backend == "local")  # a debugger talks to it
+        assert (sys.stdout is before) == (backend == "local")  # a debugger uses it
         print("said")
         terminal(step(3, reward__score=0.51234567, actor__kl=1e-9))
-        terminal(StepEvent(4, 10, 0.0, {"actor/loss": 1.0}))  # none that a person is to see
+        terminal(StepEvent(4, 10, 0.0, {"actor/loss": 1.0}))  # none of it is meant for the user
         terminal(AlarmEvent("kl", 3, 0.0, "the policy is far away", "lower the learning rate"))
         terminal(call("ACTOR", 0, "update"))
         print("the end of it", end="")

@@ -1,4 +1,4 @@
-"""events.jsonl and environment.json: what happened when, and on what."""
+"""events.jsonl and environment.json: the events of a run with their times, and its environment."""
 
 import json
 import logging
@@ -137,7 +137,7 @@ def test_code_outside_of_git_has_no_state(tmp_path: Path, monkeypatch: pytest.Mo
     git(tmp_path, "commit", "-m", "one")
     assert git_state(tmp_path) is not None
     assert git_state(installed) is None
-    monkeypatch.setenv("PATH", str(installed))  # no git here
+    monkeypatch.setenv("PATH", str(installed))  # git is not available
     assert git_state(tmp_path) is None
 
 

@@ -1,4 +1,4 @@
-"""The registry of metrics: what it holds, whom it knows, and the page that is made of it."""
+"""The registry of metrics: contents, names of other systems, and the generated page."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One run folder, one writer: who holds it, when it is free again, and what may be opened."""
+"""The lock of a run folder: one writer at a time, its release, and folders that may be opened."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ signal.pause()
 
 @contextmanager
 def held(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Another process that holds the folder, and the process it has started."""
+    """Start another process that locks the folder, and its child process."""
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder)],
         stdout=subprocess.PIPE,
@@ -59,7 +59,7 @@ def test_a_run_folder_locked_by_another_process_is_refused_until_that_process_en
         assert is_written(folder)
         holder.kill()
         holder.wait(timeout=300)
-        os.kill(child, 0)  # what it started is still there, and holds nothing
+        os.kill(child, 0)  # its child process still runs, and holds no lock
         assert not is_written(folder)
         assert open_run_folder(folder) == folder
         assert f"process {os.getpid()} " in (folder / ".lock").read_text()
@@ -107,6 +107,6 @@ def test_a_run_folder_that_cannot_be_created_or_written_is_named(tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=says(f"run_dir={tmp_path}/file/run ", "Not a directory")):
         open_run_folder(tmp_path / "file" / "run")
-    # /proc/sys refuses new files to everybody, root included.
+    # /proc/sys rejects new files for every user, including root.
     with pytest.raises(ValueError, match=r"run_dir=/proc/sys .*\(\w.*\)"):
         open_run_folder("/proc/sys")

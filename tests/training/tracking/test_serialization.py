@@ -1,4 +1,4 @@
-"""Values as a person reads them."""
+"""Values formatted for readers."""
 
 import pytest
 

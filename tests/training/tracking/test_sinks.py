@@ -1,4 +1,4 @@
-"""Sinks beside metrics.jsonl, and what happens to each when it really fails."""
+"""Sinks besides metrics.jsonl, and the effect of real failures on each."""
 
 import json
 import logging
@@ -46,13 +46,13 @@ def test_a_full_disk_disables_each_output_file_with_one_warning(tmp_path: Path) 
         (warning,) = [line for line in warnings if name in line]
         assert re.search(says(tmp_path, "OSError: [Errno 27]"), warning)
     assert len(warnings) == 4
-    # What could be written is whole, and nothing lies about.
+    # Written data is complete, and no temporary file is left.
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 39
     lines = (tmp_path / "metrics.jsonl").read_text().split("\n")
     assert [json.loads(line)["step"] for line in lines[:-1]] == list(range(1, len(lines)))
     assert scalars(tmp_path / "tensorboard", "reward")
     assert list((tmp_path / "rollouts").iterdir()) == []
-    # The resumed run, with room again, continues with the steps that are whole.
+    # The resumed run, with free space again, continues after the complete steps.
     tracker = Tracker(tmp_path, "toy", {}, seed=0, resume_step=len(lines))
     tracker.log(len(lines) + 1, {"reward": 1.0})
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -63,7 +63,7 @@ def test_a_full_disk_disables_each_output_file_with_one_warning(tmp_path: Path) 
 def test_an_obstructed_output_path_logs_one_warning(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # A folder where a file should go, and a file where a folder should: nobody can write there, root included.
+    # A folder at the path of a file, and a file at the path of a folder: nobody can write there, including root.
     if name in ("rollouts", "tensorboard"):
         (tmp_path / name).write_text("")
     else:

@@ -46,7 +46,7 @@ def tracker(tmp_path: Path) -> Tracker:
 
 def test_each_step_is_one_json_line_of_plain_numbers(tracker: Tracker) -> None:
     tracker.log(1, {"reward": torch.tensor(0.5), "tokens": np.int64(7), "note": "x"})
-    # The line is there at once, not when the tracker is closed.
+    # The line is written at once, before the tracker is closed.
     (record,) = records(tracker.run_dir)
     assert record.pop("time") > 1.7e9
     assert record == {"reward": 0.5, "tokens": 7, "note": "x", "step": 1}
@@ -80,7 +80,7 @@ def test_numbers_in_mappings_lists_and_tensors_are_strict_json(tracker: Tracker)
 
 
 def test_a_metric_that_cannot_be_read_does_not_stop_the_run(tracker: Tracker, caplog: pytest.LogCaptureFixture) -> None:
-    meta = torch.empty(2, device="meta")  # it has no numbers
+    meta = torch.empty(2, device="meta")  # it contains no numbers
     for step in (1, 2):
         tracker.log(step, {"loss": meta})
     (warning,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
@@ -127,7 +127,7 @@ def test_a_failing_sink_is_disabled_with_one_warning(tracker: Tracker, caplog: p
 
 
 def test_an_unwritable_run_folder_does_not_stop_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    # Folders where files should go: writing fails even for root.
+    # Folders at the paths of files: writing fails even for root.
     for name in ("metrics.jsonl", "summary.json", "config.yaml"):
         (tmp_path / name).mkdir()
     tracker = Tracker(tmp_path, "toy", {}, seed=0)
