@@ -13,7 +13,8 @@ from typing import Any
 
 from agents.episode import AgentExecutorBase
 from agents.executor import MultiTurnAgentExecutor
-from components.process.child_process import described, load_file
+from components.process.child_process import described
+from components.process.code_files import load_file
 from components.registry import MissingPlugin, find, names
 from components.rewards.files import check_defines
 

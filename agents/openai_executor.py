@@ -29,8 +29,9 @@ from agents.environment_pool import EnvironmentFailure, EnvironmentPool
 from agents.episode import AgentExecutorBase, Episode, EpisodeTask, Policy
 from agents.openai_server import Server
 from agents.schema import StepResult, read_step
-from components.net.loopback import direct_loopback
-from components.process.child_process import exit_reason, run_program
+from components.net.direct import direct_loopback
+from components.process.child_process import exit_reason
+from components.process.programs import run_program
 
 if TYPE_CHECKING:
     from agents.options import AgentOptions

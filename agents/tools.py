@@ -24,7 +24,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, validate_call
 from agents.environments import TextEnvironment
 from agents.user_code import Overdue, in_thread, in_time
 from components.data.cells import without_surrogates
-from components.process.child_process import cut_text, short_line
+from components.process.child_process import short_line
+from components.process.programs import cut_text
 from components.registry import load
 
 OPEN = "<tool_call>"

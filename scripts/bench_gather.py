@@ -29,7 +29,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from components.weights.gather import gathered, part_of
+from components.weights.gather import gathered
+from components.weights.parts import part_of
 
 BUCKET_BYTES = 256 * 2**20
 SIZES = {"100M": (768, 11, 32_000), "1B": (2048, 18, 32_000)}

@@ -53,8 +53,8 @@ from components.generate.hf_engine import HFRolloutEngine
 from components.models.loading import load_policy, without_progress_bars
 from components.models.packing.layout import ComputedTokens
 from components.rl.aggregation import Totals
-from components.train.utilisation import peak_flops, training_flops
 from components.weights.publisher import WeightPublisher
+from plugins.utilisation.utilisation import peak_flops, training_flops
 
 LOSSES = {"plain": policy_loss, "grpo": grpo_loss}
 """Losses of the speed check: PPO's clipped loss, and that of recipes/grpo, which also computes the entropy."""

@@ -141,7 +141,7 @@ def option_tables() -> str:
     sys.path[:0] = [path for path in (str(ROOT), str(ROOT / "scripts")) if path not in sys.path]
     from migration_page import table
 
-    from training.options.schema import options_of
+    from training.options.described import options_of
 
     groups: dict[str, dict[tuple[str, str, str], dict[str, str]]] = {}
     for folder in sorted(ROOT.glob("recipes/*")):

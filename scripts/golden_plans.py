@@ -23,9 +23,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from plan_table import MODELS, written  # noqa: E402 (may not be installed)
 
+from plugins.assumed_machines.machines import Machines, assuming  # noqa: E402
 from plugins.choices.choose import choose  # noqa: E402
 from recipes.grpo.main import COMMAND  # noqa: E402
-from training.launch.machines import Machines, assuming  # noqa: E402
 from training.launch.plan import Plan  # noqa: E402
 from training.options.config import CommandLine  # noqa: E402
 

@@ -18,7 +18,7 @@ from plugins.openrlhf.adapter import train_ppo  # noqa: E402
 from recipes.openrlhf_ppo.config import PPOConfig  # noqa: E402
 from recipes.verl_ppo.adapter import VERL  # noqa: E402
 from recipes.verl_ppo.config import VerlPPOConfig  # noqa: E402
-from training.options.schema import options_of  # noqa: E402 (the project may not be installed)
+from training.options.described import options_of  # noqa: E402
 from training.options.table_adapter import Refused, TableAdapter  # noqa: E402
 
 FROM_OPENRLHF = """\

@@ -47,7 +47,7 @@ from race_sides import (
     trl_environment,
 )
 
-from components.train.utilisation import peak_flops, training_flops
+from plugins.utilisation.utilisation import peak_flops, training_flops
 
 SIDES = ("troupe", "trl")
 PACKAGES = ("torch", "transformers", "vllm", "ray", "deepspeed")

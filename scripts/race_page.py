@@ -82,7 +82,7 @@ METHOD = """
   weights samples once in 150,000 tokens. The number of generated tokens is in each table.
 - **Computed places**: positions that every layer computes. recipes/grpo packs rows and computes a prompt once for its
   responses in a micro-batch. TRL pads rows, and computes a prompt for each response.
-- **MFU** has one formula for both sides (`training_flops` of `components/train/utilisation.py`): 6 operations per
+- **MFU** has one formula for both sides (`training_flops` of `plugins/utilisation/utilisation.py`): 6 operations per
   parameter and place and those of causal attention, without recomputation, divided by the seconds of training and the
   vendor's figure for dense bfloat16. `effective` counts the tokens of separate sequences in place of the computed
   places, so it compares speed on the same work. A CPU has no such figure; its tables have TFLOP/s.

@@ -12,7 +12,7 @@ import pytest
 from plugins.alarms.alarms import ALARMS, NOT_A_NUMBER, advice
 from tests.docs_pages import PAGES, ROOT, text_of
 from tests.recipe_copies import RECIPES
-from training.options.schema import options_of
+from training.options.described import options_of
 
 PRIVATE = re.compile(
     r"\b(answer(?:s|ed|ing)?|worlds?|players?|houses?|rooms?|floors?|judg(?:e|es|ed|ing)|sa(?:y|ys|id|ying)"

@@ -25,16 +25,8 @@ from components.data.columns import (
     texts_of,
 )
 from components.data.conversations import read_messages
-from components.data.messages import (
-    ASSISTANT,
-    TOOLS,
-    are_messages,
-    as_messages,
-    is_learnt,
-    needs_template,
-    refuse_prefill,
-    with_system,
-)
+from components.data.learnt_messages import is_learnt, refuse_prefill
+from components.data.messages import ASSISTANT, TOOLS, are_messages, as_messages, needs_template, with_system
 from components.data.model_tokens import turn_end_id
 from components.data.sources import is_drawn
 from components.data.text import check_tools_written, render_conversation, render_prompt

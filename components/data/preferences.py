@@ -22,7 +22,8 @@ from components.data.conversations import read_messages
 from components.data.mixture import Note, first_rows
 from components.data.pair_rows import Pair, PairFormat, check_columns, read_pair, without_end
 from components.data.records import read_records
-from components.data.shown import described, described_example
+from components.data.shown import described
+from components.data.shown_examples import described_example
 from components.data.sources import DEFAULT_ROWS, data_source
 from components.data.text import TextEncoder
 from components.data.values import check_one_kind

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 
 from components.data.messages import ASSISTANT, TOOLS, as_messages, check_prompt, needs_template, with_system
-from components.data.mixture import Note, first_rows, mixed, mixture_probabilities, source_names
+from components.data.mixture import Note, first_rows, mixer, source_names
 from components.data.shown import MOST_CHARACTERS, described
 from components.data.sources import DEFAULT_ROWS, READER, Split, data_source
 from components.data.text import TextEncoder, check_tools_written, render_prompt
@@ -72,7 +72,7 @@ def load_rows(
         ValueError: a source cannot be read, or a row has no prompt or no label. The message names the row.
     """
     names = source_names(source)
-    probabilities = mixture_probabilities(probs, len(names))
+    mixed = mixer(probs, len(names))
     generated_split = split or "train"
     if heldout:
         generated_split = split or "heldout"
@@ -89,7 +89,7 @@ def load_rows(
             # A mixture of max_rows rows never uses more than the first max_rows rows of a source.
             read_prompts = load(READER, "prompts", f"data={name}")
             parts.append(read_prompts(name, prompt_key, label_key, split or "train", max_rows, note, ignored))
-    return _with_all_columns(first_rows(mixed(parts, probabilities, seed), max_rows, source, note))
+    return _with_all_columns(first_rows(mixed(parts, seed), max_rows, source, note))
 
 
 @dataclass(eq=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from components.data.messages import ASSISTANT, as_messages
 from components.data.model_tokens import check_ids, check_template, end_ids, limit_rows
 from components.net.hub import first_line
-from components.registry import find
+from components.registry import find, load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,7 +41,7 @@ def load_tokenizer(
     """
     # Tried before it is loaded, because a bad tokenizer may hang this process or fill its memory.
     if (try_tokenizer := find("tokenizer trial", "child process")) is not None:
-        try_tokenizer(path, None if chat_template is None else _template_text(chat_template))
+        try_tokenizer(path, None if chat_template is None else _template(chat_template, "text"))
     from transformers import AutoTokenizer  # imports torch, so not before the cheap checks
 
     try:
@@ -73,34 +71,14 @@ def load_tokenizer(
             f"pad_token={tokenizer.eos_token!r}"
         )
     if chat_template is not None:
-        tokenizer.chat_template = read_template(chat_template)
+        tokenizer.chat_template = _template(chat_template, "checked")
     limit_rows(tokenizer, model_path or path)
     return tokenizer
 
 
-def set_template_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """Set variables at the start of the chat template, so that they apply wherever the template is used.
-
-    Raises:
-        ValueError: there is no template, or it does not read one of the variables.
-    """
-    template = tokenizer.chat_template
-    if not arguments:
-        return tokenizer
-    if not isinstance(template, str):
-        raise ValueError("model.template_arguments needs a chat template, and the tokenizer has none; do not set it")
-    if unread := [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", template)]:
-        raise ValueError(f"model.template_arguments has {', '.join(unread)}, which the chat template does not read")
-    settings = ""
-    for name, value in arguments.items():
-        # Jinja accepts JSON's true and false, but calls null none.
-        text = "none"
-        if value is not None:
-            text = json.dumps(value)
-        settings += f"{{%- set {name} = {text} -%}}"
-    if not template.startswith(settings):  # a tokenizer that such a run has saved has them already
-        tokenizer.chat_template = settings + template
-    return tokenizer
+def _template(chat_template: str, form: str) -> str:
+    """Return the Jinja text of a chat template or of the file that it names: its plain "text", or "checked"."""
+    return load("chat template", form, "model.chat_template=...")(chat_template)
 
 
 def same_vocabulary(a: PreTrainedTokenizerBase, b: PreTrainedTokenizerBase) -> bool:
@@ -295,66 +273,6 @@ def _filled(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, 
     if str(with_null).count("None") > str(with_empty).count("None"):
         return with_empty
     return with_null
-
-
-def pad_apart_from_end(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Choose a padding token that differs from the end token.
-
-    Classifiers of transformers use the last token that is not padding as the end of a row, so an end token that is also
-    the padding token would not be seen. The first other special token becomes the padding token. Without one, it is the
-    last piece of the vocabulary with a marker for the blank before it. Special tokens are matched literally in texts,
-    and no text contains that marker.
-
-    Returns:
-        The chosen token, or None if the tokenizer's own padding token differs already.
-
-    Raises:
-        ValueError: there is no such token.
-    """
-    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
-        return None
-    candidates = [token for token in tokenizer.all_special_tokens if token != tokenizer.eos_token]
-    pieces = sorted(tokenizer.get_vocab().items(), key=lambda piece: -piece[1])
-    candidates += [piece for piece, _ in pieces if len(piece) > 1 and piece[0] in "Ġ▁"][:1]
-    if not candidates:
-        raise ValueError("the tokenizer has no token for padding but its end token; set another in its pad_token")
-    tokenizer.pad_token = candidates[0]
-    return candidates[0]
-
-
-def read_template(chat_template: str) -> str:
-    """Return the Jinja text of a chat template.
-
-    Args:
-        chat_template: Jinja text, or the path to a file with it.
-
-    Raises:
-        ValueError: the file cannot be read, or the text is not valid Jinja.
-    """
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    chat_template = _template_text(chat_template)
-    try:
-        # Without a conversation the template is compiled, with the additional tags of chat templates, but not run.
-        render_jinja_template([], chat_template=chat_template)
-    except TemplateSyntaxError as error:
-        raise ValueError(f"chat_template is not valid Jinja; line {error.lineno}: {error.message}") from error
-    return chat_template
-
-
-def _template_text(chat_template: str) -> str:
-    # A template without a tag would give the same prompt for every row, so such a text is a path.
-    if not any(tag in chat_template for tag in ("{{", "{%")):
-        file = Path(chat_template).expanduser()
-        try:
-            chat_template = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"chat_template={chat_template!r} is neither Jinja text nor a file that can be read "
-                f"({first_line(error)}); set it to one of them"
-            ) from error
-    return chat_template
 
 
 def _alphabet(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:

@@ -15,6 +15,8 @@ from torch import Tensor
 from components.batch import Batch
 from components.generate.config import SamplingConfig
 from components.models.device import peak_gpu_memory
+from components.registry import load
+from components.weights.verification import OPTION, VERIFICATION
 
 if TYPE_CHECKING:
     from components.weights.publisher import WeightHandle
@@ -107,12 +109,7 @@ class WeightVersions(ABC):
         if handle.is_sent:
             self._check_fit(handle)
         if digests is not None:
-            from components.weights.digest import compare_digests
-            from components.weights.publisher import read_digests
-
-            faults = compare_digests(read_digests(handle), digests)
-            if faults:
-                raise RuntimeError(f"version {handle.version} of the weights arrived damaged: {', '.join(faults)}")
+            load(VERIFICATION, "compare", OPTION)(handle, digests)
         self._weight_version = handle.version
         self._damaged = False
 

@@ -24,8 +24,8 @@ from components.models.loading import load_policy
 from components.models.precision import compute_in, round_products
 from components.process.heartbeat import beat
 from components.registry import find, load
-from components.weights.digest import Digests
 from components.weights.publisher import WeightHandle, read_weights
+from components.weights.verification import open_digests
 
 if TYPE_CHECKING:
     import numpy as np
@@ -129,16 +129,16 @@ class HFRolloutEngine(RolloutEngine):
 
     def _load(self, handle: WeightHandle, with_digests: bool) -> dict[str, str]:
         targets = dict(self.model.named_parameters(remove_duplicate=False))
-        digests = Digests()
+        digests = open_digests() if with_digests else None
         for name, tensor in read_weights(handle, writable=False):
             target = targets[name].data.copy_(tensor)
-            if with_digests:
+            if digests is not None:
                 # The digest of the weights in use also detects an error of the copy. With another dtype it would always
                 # differ, so the received tensor is used then.
                 if target.dtype != tensor.dtype:
                     target = tensor
                 digests.add(name, target)
-        return digests.result()
+        return {} if digests is None else digests.result()
 
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         targets = self.model.named_parameters(remove_duplicate=False)

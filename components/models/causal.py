@@ -1,4 +1,4 @@
-"""Causal language models over ragged batches: log-probabilities of tokens, and values of states.
+"""Causal language models over ragged batches: log-probabilities of tokens.
 
 Legend: `B` sequences, `T` length of the longest sequence, `N` all tokens of the batch end to end, `M = N - B` tokens
 that have a predecessor, `U` positions of a row in which sequences share their common prefix, `E` entries that are read
@@ -47,7 +47,7 @@ def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, wit
     slices = row_slices(model)
     # If whole logits are read, or ranks share the row, each position can be read only once.
     one_follower = slices.is_sliced or plain_head(model) is None
-    call = _predecessors(model, batch, one_follower=one_follower)
+    call = predecessors(model, batch, one_follower=one_follower)
     places = call.inputs["input_ids"].numel()
     label_M = batch["tokens"].to(call.state_M.device, torch.int64)[call.follower_M]
     state_E, label_E, entry_M = call.state_M, label_M, None
@@ -61,7 +61,7 @@ def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, wit
         x_M = slices.gather(x_S, places)
         if entry_M is not None:
             x_M = x_M[entry_M]
-        return _scatter(x_M, call.follower_M, batch.num_tokens)
+        return scatter(x_M, call.follower_M, batch.num_tokens)
 
     return TokenOutput(of_tokens(logprob_S), None if entropy_S is None else of_tokens(entropy_S))
 
@@ -101,31 +101,6 @@ def policy_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0) ->
     return token_logprobs(model, batch, temperature).logprob_N
 
 
-def token_values(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the value of the state before each token, [N] float32; 0 for the first token of a sequence."""
-    call = _predecessors(model, batch)
-    return _scatter(_row_values(model, call.inputs)[call.state_M], call.follower_M, batch.num_tokens)
-
-
-def state_values(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the value of the state after each token, [N] float32."""
-    layout = layout_of(model)
-    if layout.is_packed:
-        inputs, place_N = packed_inputs(batch, layout)
-        value_U = _row_values(model, inputs)
-        # Sequences with a common prompt share its positions in the row, so the values are spread to their tokens.
-        if place_N is not None:
-            value_U = value_U[place_N]
-        return value_U
-    return batch.unpad(model(**_padded_inputs(batch.padded("tokens", 0))), batch.lengths)
-
-
-def _row_values(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """Return the values of all states of a call, flattened."""
-    slices = row_slices(model)
-    return slices.gather(model(**slices.own_inputs(inputs)).flatten(), inputs["input_ids"].numel())
-
-
 class _Call(NamedTuple):
     """Arguments of a model call, and the positions in its output of the states before each token."""
 
@@ -136,14 +111,14 @@ class _Call(NamedTuple):
     """[M] int64, index among all tokens of the tokens that have a predecessor."""
 
 
-def _padded_inputs(tokens_BT: Tensor) -> dict[str, Any]:
+def padded_inputs(tokens_BT: Tensor) -> dict[str, Any]:
     # No attention mask: the padding is on the right, where a causal model's real tokens cannot see it, and
     # without a mask the fast causal kernels apply. No position_ids either: with them transformers looks for
     # packed sequences.
     return {"input_ids": tokens_BT, "use_cache": False}
 
 
-def _predecessors(model: nn.Module, batch: Batch, *, one_follower: bool = False) -> _Call:
+def predecessors(model: nn.Module, batch: Batch, *, one_follower: bool = False) -> _Call:
     """Return the call that computes the state before each token.
 
     The last token of a sequence predicts no token of the batch. It is left out if that saves computation.
@@ -171,8 +146,8 @@ def _predecessors(model: nn.Module, batch: Batch, *, one_follower: bool = False)
     tokens_BT = batch.padded("tokens", 0)[:, : max(1, longest - 1)]
     # Index of the predecessor in the padded batch, flattened: row times width, plus the position before the token.
     state_M = sequence_N[follower_M] * tokens_BT.shape[1] + position_N[follower_M] - 1
-    return _Call(_padded_inputs(tokens_BT), state_M, follower_M)
+    return _Call(padded_inputs(tokens_BT), state_M, follower_M)
 
 
-def _scatter(x_M: Tensor, follower_M: Tensor, num_tokens: int) -> Tensor:
+def scatter(x_M: Tensor, follower_M: Tensor, num_tokens: int) -> Tensor:
     return x_M.new_zeros(num_tokens).index_copy(0, follower_M, x_M)

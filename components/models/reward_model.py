@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from components.batch import Batch
-from components.models.causal import state_values
+from components.models.state_values import state_values
 from components.models.value_model import load_value_model
 from components.train.config import FrozenConfig, weight_type
 from components.train.frozen import FrozenEngine, is_read_by_parts

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from components.net.loopback import is_loopback
+from components.net.direct import is_loopback
 
 MOST_BYTES = 2**26
 """Maximum size of the body of a response, before and after decompression."""

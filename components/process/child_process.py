@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import hashlib
-import importlib.util
 import math
 import os
 import pickle
@@ -23,10 +21,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from components.net.loopback import loopback_variables
@@ -139,39 +136,6 @@ class Child:
                 self._process.wait(END_TIMEOUT_S)
         self.kill()
         self._process.wait()
-
-
-async def run_program(
-    command: Sequence[str],
-    limit_s: float | None = None,
-    started: Callable[[], None] | None = None,
-    until: Collection[asyncio.Future[Any]] = (),
-    **options: Any,
-) -> int | None:
-    """Run a program in its own process group, and kill the group at the end, also if the caller is cancelled.
-
-    Args:
-        command: the program and its arguments.
-        limit_s: timeout in seconds.
-        started: called when the program has started.
-        until: futures. The program is killed as soon as one of them is done.
-        options: options of `asyncio.create_subprocess_exec`.
-
-    Returns:
-        The exit code, or the negated number of the signal that ended the program. None after the timeout, or if a
-        future of `until` was done first.
-    """
-    program = await asyncio.create_subprocess_exec(*command, start_new_session=True, **options)
-    try:
-        if started is not None:
-            started()
-        ends = {asyncio.ensure_future(program.wait()), *until}
-        await asyncio.wait(ends, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
-        return program.returncode
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)
-        await asyncio.shield(program.wait())
 
 
 def end_tree(pid: int) -> None:
@@ -294,32 +258,12 @@ def _read(channel: socket.socket, size: int, deadline: float) -> bytes:
     return bytes(body)
 
 
-def load_file(path: Path) -> ModuleType:
-    """Run a file as a module, under the same name in every process."""
-    # The name is a hash of the path, so that it cannot be the name of an installed package.
-    name = f"troupe_file_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    # Registered before the file runs, because dataclasses and pickle look up their module meanwhile.
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def short_line(text: str, length: int = 300) -> str:
     """Return a text as one line of at most `length` characters, followed by ... if it was longer."""
     joined = " ".join(text.split())
     if len(joined) > length:
         return f"{joined[:length]}..."
     return joined
-
-
-def cut_text(text: str, length: int) -> str:
-    """Return the first `length` characters of a text, followed by a note if it was longer."""
-    if len(text) > length:
-        return f"{text[:length]}\n... ({len(text)} characters, cut after {length})"
-    return text
 
 
 # The rest of this module runs in a child process.

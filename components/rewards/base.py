@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 import numbers
 import re
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from components.ranges import Checked, Count, Seconds, Share
 from components.registry import load, require
@@ -26,7 +24,6 @@ from components.rewards.servers import check_servers, is_server
 if TYPE_CHECKING:
     from torch import Tensor
 
-T = TypeVar("T")
 
 FUNCTIONS = "reward functions"
 """Kind of plug-in that provides users' reward functions."""
@@ -296,29 +293,6 @@ def join_columns(
         texts=dict(sorted(texts.items())),
         absent=sorted(indices[i] for indices, columns in parts for i in columns.absent),
     )
-
-
-def in_threads(works: Sequence[Callable[[], T]]) -> Iterator[T]:
-    """Run all functions in parallel threads, and yield their results in the order of completion.
-
-    The first error is raised at once, without waiting for the other threads.
-    """
-    outcomes: SimpleQueue[tuple[T, None] | tuple[None, Exception]] = SimpleQueue()
-
-    def run(work: Callable[[], T]) -> None:
-        try:
-            outcomes.put((work(), None))
-        except Exception as error:  # noqa: BLE001 - any error is raised in the caller's thread
-            outcomes.put((None, error))
-
-    for work in works:
-        # Daemon threads, so that a request that hangs does not keep the process alive.
-        threading.Thread(target=run, args=(work,), daemon=True).start()
-    for _ in works:
-        result, error = outcomes.get()
-        if error is not None:
-            raise error
-        yield cast(T, result)
 
 
 def _numbers(value: Any, count: int, name: str, *, repeat: bool = False) -> list[float]:

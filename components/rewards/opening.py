@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from components.registry import load
-from components.rewards.base import (
-    SUM,
-    RewardSettings,
-    RewardSource,
-    check_reward,
-    reward_parts,
-)
+from components.rewards.base import SUM, RewardSettings, RewardSource, check_reward, reward_parts
 from components.rewards.servers import client_of, is_server, reward_urls
 from components.rewards.workers import WorkerReward
-
-if TYPE_CHECKING:
-    pass
 
 
 def open_reward(spec: str, settings: RewardSettings | None = None) -> RewardSource:

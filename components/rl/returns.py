@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from components.rl.masked import carried_back, check_columns, check_lengths, chosen, sequence_sums, spread
+from components.rl.masked import check_columns, check_lengths, chosen, sequence_sums, spread
+from components.rl.recurrence import carried_back
 
 
 def gae(

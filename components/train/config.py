@@ -121,6 +121,8 @@ class TrainOptions(Checked):
     overlap_comm: bool = False
     """Overlap the reduction of gradients with the backward pass. Takes memory for buffers and gains nothing on CPUs.
     fsdp always overlaps."""
+    log_utilisation: bool = True
+    """On GPUs, log model FLOPs utilisation (MFU), tokens per second and GPU, and power."""
     ema_beta: ShareBelowOne | None = None
     """Decay per optimizer step of an exponential moving average of the weights, which save_hf writes instead of the
     weights. It takes 4 bytes of rank 0's host memory per weight. None: no average is kept."""
@@ -140,19 +142,7 @@ class TrainOptions(Checked):
         if missing := _missing("adapter settings", "lora", f"{prefix}lora_path={self.lora_path}"):
             yield missing
             return
-        try:
-            settings = registry.load("adapter settings", "lora")(self.lora_path)
-        except ValueError as error:
-            yield f"{prefix}{error}"
-            return
-        defaults = {option.name: option.default for option in fields(TrainOptions)}
-        for name, value in settings.items():
-            current = getattr(self, name)
-            if current not in (defaults[name], value):
-                conflict = f"the adapters at {prefix}lora_path={self.lora_path} have {value}"
-                yield f"{prefix}{name}={current}, and {conflict}; leave it out"
-            # The dataclass is frozen, and the engine must see the rank that the files have.
-            object.__setattr__(self, name, value)
+        yield from registry.load("adapter settings", "lora")(self, prefix)
 
     def faults(self, prefix: str = "") -> Iterator[str]:
         """Yield a message for each invalid combination of options. Ranges of single values are checked elsewhere.
@@ -244,21 +234,9 @@ class TrainConfig(TrainOptions):
         Raises:
             ValueError: the parallel degrees do not divide the number of ranks.
         """
-        axes = {"context": self.context, "tensor": self.tensor}
-        group_size = math.prod(axes.values())
-        if ranks % group_size:
-            degrees = " x ".join(f"parallel.{axis}={size}" for axis, size in axes.items() if size > 1)
-            raise ValueError(
-                f"{degrees} does not divide {ranks} ranks; set a divisor, or another number of ranks (placement)"
-            )
-        # Experts are spread over an axis of their own across the same ranks, so their degree is no factor of
-        # `group_size`.
-        if ranks % self.expert:
-            raise ValueError(
-                f"parallel.expert={self.expert} does not divide {ranks} ranks; set a divisor, or another number of "
-                "ranks (placement)"
-            )
-        return ranks // group_size
+        if self.context == self.tensor == self.expert == 1:
+            return ranks
+        return registry.load("parallelism check", "ranks", "parallel")(self, ranks)
 
     @property
     def forward_limits(self) -> PassLimits:
@@ -284,42 +262,20 @@ class TrainConfig(TrainOptions):
         return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * remaining)
 
 
-def parallel_faults(train: TrainOptions, *, context: int, tensor: int, expert: int) -> Iterator[str]:
+def parallel_faults(train: TrainOptions, **degrees: int) -> Iterator[str]:
     """Yield a message for each reason why a model cannot be trained with these parallel degrees.
 
     Args:
         train: options of the training.
-        context: context-parallel degree.
-        tensor: tensor-parallel degree.
-        expert: expert-parallel degree.
+        degrees: degree of each of `AXES`, by name.
     """
-    for axis, size in zip(AXES, (context, tensor, expert), strict=True):
-        if size > 1 and (missing := _missing("parallelism", axis, f"parallel.{axis}={size}")):
-            yield missing
-        if size > 1 and train.engine != "fsdp":
-            yield (
-                f"parallel.{axis}={size} needs engine=fsdp, and engine={train.engine} has one axis of ranks: its ZeRO "
-                "partitions over all that it averages over; set train.engine=fsdp, with train.zero_stage 2 or 3"
-            )
-    if context > 1 and train.packing is False:
-        yield (
-            f"parallel.context={context} cuts packed rows, and packing=False pads sequences; leave train.packing out"
-        )
-    if tensor > 1 and train.lora_rank:
-        yield (
-            f"parallel.tensor={tensor} cuts the matrices that adapters stand in front of, and lora_rank="
-            f"{train.lora_rank} trains adapters; set one of them to its default"
-        )
-    if expert > 1 and train.lora_rank:
-        yield (
-            f"parallel.expert={expert} shares out experts that are trained, and lora_rank={train.lora_rank} trains "
-            "adapters, and experts can have none; set one of them to its default"
-        )
-    if tensor > 1 and expert > 1:
-        yield (
-            f"parallel.tensor={tensor} cuts every matrix, those of experts too, which parallel.expert={expert} leaves "
-            "whole; set one of them to 1"
-        )
+    above = {axis: size for axis, size in degrees.items() if size > 1}
+    needed = [("parallelism", axis, f"parallel.{axis}={size}") for axis, size in above.items()]
+    needed += [("parallelism check", "options", option) for _, _, option in needed[:1]]
+    missing = [message for message in (_missing(*each) for each in needed) if message]
+    yield from missing
+    if above and not missing:
+        yield from registry.load("parallelism check", "options")(train, **degrees)
 
 
 def _missing(kind: str, name: str, option: str) -> str:

@@ -27,7 +27,6 @@ from components.train.mesh import open_axes
 from components.train.partitioned_model import PartitionedModel
 from components.train.passes import evaluate_together
 from components.train.process_group import init_process_group
-from components.train.utilisation import gpu_use
 
 LossFunction = Callable[[nn.Module, Batch, Totals], LossOutput]
 
@@ -210,7 +209,9 @@ class TrainEngine(PartitionedModel):
         # The slowest rank determines the duration of the step.
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         *most, seconds = peak.tolist()
-        return dict(zip(memory, most, strict=True)) | gpu_use(self.model, length_B, computed, seconds, self.world_size)
+        metrics = dict(zip(memory, most, strict=True))
+        use = find("utilisation", "gpu") if self.config.log_utilisation else None
+        return metrics if use is None else metrics | use(self.model, length_B, computed, seconds, self.world_size)
 
     def _check_gradient(self, norm: float) -> None:
         if not math.isfinite(norm):

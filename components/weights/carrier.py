@@ -18,9 +18,9 @@ from torch import Tensor
 
 from components.registry import load
 from components.weights.choice import FOLDER_CARRIER
-from components.weights.digest import Digests
 from components.weights.publisher import WeightHandle, WeightPublisher, digested, read_folder
 from components.weights.timing import SyncTimer
+from components.weights.verification import open_digests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class FolderCarrier:
             for _ in tensors:
                 assert self.gathers_everywhere, "only rank 0 is given parameters"
             return None
-        digests = Digests(timer) if with_digests else None
+        digests = open_digests(timer) if with_digests else None
         if digests is not None:
             tensors = digested(tensors, digests)
         handle = self.publisher.publish(version, tensors, adapter_scale=adapter_scale, digests=digests)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from components.process.heartbeat import beat
 from components.weights.buckets import ALIGNMENT, Piece, pieces_of
-from components.weights.digest import Digests
+from components.weights.verification import TensorDigests
 
 WHOLE = -1
 """First element of a bucket that contains whole tensors."""
@@ -31,7 +31,7 @@ class BucketFiller(ABC):
         bucket_bytes: int,
         to_host: bool,
         dtype: torch.dtype | None = None,
-        digests: Digests | None = None,
+        digests: TensorDigests | None = None,
     ) -> None:
         """
         Args:

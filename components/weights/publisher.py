@@ -22,9 +22,9 @@ from torch import Tensor
 from components.registry import load
 from components.weights.buckets import pieces_of
 from components.weights.choice import FOLDER_CARRIER
-from components.weights.digest import Digests
 from components.weights.folder import OpenVersion, VersionWriter, WrittenVersion, open_version, prove
 from components.weights.transport import RemoteVersion, VersionServer, open_transport
+from components.weights.verification import TensorDigests, open_digests
 
 _VERSION_GLOB = "weights-????????*"
 
@@ -120,7 +120,7 @@ class WeightPublisher:
         *,
         with_digests: bool = False,
         adapter_scale: float = 0.0,
-        digests: Digests | None = None,
+        digests: TensorDigests | None = None,
     ) -> WeightHandle:
         """Write `tensors` as `version`, and return its handle once it is complete.
 
@@ -139,7 +139,7 @@ class WeightPublisher:
         if self._newest is not None and version <= self._newest:
             raise ValueError(f"version {version} was published after version {self._newest}; versions must rise")
         if digests is None and with_digests:
-            digests = Digests()
+            digests = open_digests()
             tensors = digested(tensors, digests)
         written, nbytes = self._write(self.folder_name(version), tensors, digests)
         address = None if self._server is None else self._server.address
@@ -154,7 +154,7 @@ class WeightPublisher:
         return f"weights-{version:08d}"
 
     def _write(
-        self, name: str, tensors: Iterable[tuple[str, Tensor]], digests: Digests | None
+        self, name: str, tensors: Iterable[tuple[str, Tensor]], digests: TensorDigests | None
     ) -> tuple[WrittenVersion, int]:
         old = self._published.pop(0)[1] if len(self._published) > 1 else None
         writer = self._writer(self._directories, name, self._bucket_bytes, self._headroom_bytes, old)
@@ -193,7 +193,7 @@ class WeightPublisher:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def digested(tensors: Iterable[tuple[str, Tensor]], digests: Digests) -> Iterator[tuple[str, Tensor]]:
+def digested(tensors: Iterable[tuple[str, Tensor]], digests: TensorDigests) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors, and add each of them to the digests."""
     for name, tensor in tensors:
         digests.add(name, tensor)

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from components.weights.buckets import Piece
 from components.weights.carrier import CarrierSetting, FolderCarrier, seconds_of_parts
-from components.weights.digest import Digests
 from components.weights.folder import VersionWriter, WrittenVersion
 from components.weights.publisher import WeightHandle, WeightPublisher, read_folder, weight_shapes
 from components.weights.timing import SyncTimer
+from components.weights.verification import TensorDigests, open_digests
 
 _TABLE_SECONDS = 0.005
 """Interval in seconds at which a reader looks for the table of a version that it has received."""
@@ -41,7 +41,7 @@ class SentPublisher(WeightPublisher):
         )
 
     def publish_table(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, digests: Digests | None
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, digests: TensorDigests | None
     ) -> WeightHandle:
         """Write the table of a version. The version before it, which may have been requested, is removed."""
         newest = self._newest
@@ -103,7 +103,7 @@ class SendingCarrier(FolderCarrier, ABC):
         version: int,
         tensors: Iterable[tuple[str, Tensor]],
         dtype: torch.dtype | None,
-        digests: Digests | None,
+        digests: TensorDigests | None,
         *,
         to_host: bool,
     ) -> Iterable[tuple[str, Tensor]]:
@@ -154,7 +154,7 @@ class SendingCarrier(FolderCarrier, ABC):
         began = time.monotonic()
         timer = SyncTimer()
         # Only rank 0 publishes digests.
-        digests = Digests(timer) if with_digests and self.publisher is not None else None
+        digests = open_digests(timer) if with_digests and self.publisher is not None else None
         keeps = self.setting.keeps or not self.can_send
         passed = self.sent(version, timer.waiting("gather", tensors), dtype, digests, to_host=keeps)
         publisher = self._sent_publisher

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.alarms.alarms import Alarms
-from training.options.schema import options_of
+from training.options.described import options_of
 from training.tracking.event_types import StepEvent
 from training.tracking.observers import RunObserver
 

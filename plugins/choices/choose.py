@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from components.generate.config import PagedRolloutConfig
+from components.generate.paged_config import PagedRolloutConfig
 from plugins.choices.candidates import LEAST_ROWS, Candidate
 from plugins.choices.search import (
     RECOMPUTES,

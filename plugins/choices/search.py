@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from components.generate.config import PagedRolloutConfig, RolloutConfig
+from components.generate.config import RolloutConfig
+from components.generate.paged_config import PagedRolloutConfig
 from components.models.size import ModelSize, model_size
 from components.registry import load
 from components.train.config import TrainConfig

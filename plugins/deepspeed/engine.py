@@ -21,7 +21,8 @@ from components.train.config import TrainConfig
 from components.train.engine import TrainEngine
 from components.train.memory_sizes import ZERO_NUMBERS
 from components.train.optimizer import adam_of
-from components.weights.gather import Part, cut_part, whole_part
+from components.weights.gather import Part
+from components.weights.parts import cut_part, whole_part
 
 
 class DeepSpeedEngine(TrainEngine):

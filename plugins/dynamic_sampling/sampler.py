@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from components.batch import Batch
 from components.rl.advantages import group_std
-from components.rl.rewards import groups_within
+from components.rl.group_filter import groups_within
 
 if TYPE_CHECKING:
     from components.data.prompts import PromptSource

@@ -24,7 +24,8 @@ from components.models.disk.weight_files import fill
 from components.train.config import TrainConfig
 from components.train.engine import TrainEngine
 from components.train.optimizer import adam_of
-from components.weights.gather import Part, part_of
+from components.weights.gather import Part
+from components.weights.parts import part_of
 from plugins.fsdp.groups import partition
 
 

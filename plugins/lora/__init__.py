@@ -5,5 +5,5 @@
 
 PROVIDES = {
     "adapters": {"lora": "adapters:LoraAdapters"},
-    "adapter settings": {"lora": "files:adapter_settings"},
+    "adapter settings": {"lora": "files:set_options"},
 }

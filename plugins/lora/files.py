@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from components.train.config import TrainOptions
 
 SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -50,6 +53,28 @@ def adapter_settings(folder: str) -> dict[str, Any]:
                 "them into the model (peft's merge_and_unload), and set model.path to that"
             )
     return {"lora_rank": rank, "lora_alpha": alpha, "lora_target_modules": ",".join(_targets(path, settings))}
+
+
+def set_options(train: TrainOptions, prefix: str) -> Iterator[str]:
+    """Set the adapter options from the files at `lora_path`. Yield a message for each option that contradicts them.
+
+    Args:
+        train: options of the training.
+        prefix: text before the name of an option in messages.
+    """
+    try:
+        settings = adapter_settings(train.lora_path)
+    except ValueError as error:
+        yield f"{prefix}{error}"
+        return
+    defaults = {option.name: option.default for option in fields(TrainOptions)}
+    for name, value in settings.items():
+        current = getattr(train, name)
+        if current not in (defaults[name], value):
+            conflict = f"the adapters at {prefix}lora_path={train.lora_path} have {value}"
+            yield f"{prefix}{name}={current}, and {conflict}; leave it out"
+        # The dataclass is frozen, and the engine must see the rank that the files have.
+        object.__setattr__(train, name, value)
 
 
 def layer_of(name: str) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 from plugins.option_help.groups import plugin_groups
 from plugins.option_help.synonyms import answer
-from training.options.schema import options_of, recipe_of
+from training.options.described import options_of
+from training.options.schema import recipe_of
 
 
 def advice(unknown: str, schema: Any, others: Collection[str] = ()) -> str:

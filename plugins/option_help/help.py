@@ -10,7 +10,8 @@ from typing import Any, get_type_hints
 
 from components import registry
 from plugins.option_help.groups import plugin_groups
-from training.options.schema import ConfigError, Option, describe, options_of, recipe_of, without_none
+from training.options.described import Option, describe, options_of
+from training.options.schema import ConfigError, recipe_of, without_none
 
 COLUMNS = 120
 LINES = 100

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from components.generate.config import PagedRolloutConfig, RolloutConfig
+from components.generate.config import RolloutConfig
+from components.generate.paged_config import PagedRolloutConfig
 from components.models.size import ModelSize
 from components.train.config import TrainConfig
 from components.train.memory_sizes import CONTEXT_BYTES, ZERO_NUMBERS

@@ -34,12 +34,12 @@ from components.rewards.base import (
     RewardOutput,
     RewardSettings,
     RewardSource,
-    in_threads,
     join_columns,
     read_columns,
 )
 from components.rewards.errors import RefusedError, RewardError
 from components.rewards.servers import TOKEN, reward_token
+from components.rewards.threads import in_threads
 
 UNAUTHORIZED = 401
 TOO_MANY_REQUESTS = 429

@@ -21,7 +21,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from components.data.messages import ASSISTANT, are_messages
-from components.process.child_process import described, load_file
+from components.process.child_process import described
+from components.process.code_files import load_file
 from components.rewards.base import Columns, read_columns
 from components.rewards.code import (
     CONCURRENT_CALLS,

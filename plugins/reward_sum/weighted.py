@@ -11,11 +11,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from components.rewards.base import Responses, RewardOutput, RewardSettings, RewardSource, in_threads
+from components.rewards.base import Responses, RewardOutput, RewardSettings, RewardSource
 from components.rewards.errors import RewardError
 from components.rewards.names import metric_names
 from components.rewards.opening import open_part
 from components.rewards.part_names import part_names
+from components.rewards.threads import in_threads
 from components.rewards.workers import allowed_failures
 
 if TYPE_CHECKING:

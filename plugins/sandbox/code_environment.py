@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from agents.environments import TextEnvironment, read_label
-from components.process.child_process import cut_text
+from components.process.programs import cut_text
 from plugins.sandbox.code_tests import program_in, run_assertions_now, same_lines
 from plugins.sandbox.sandbox import Limits, in_place, run_now
 

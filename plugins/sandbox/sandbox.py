@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from components.process.child_process import cut_text, run_program
+from components.process.programs import cut_text, run_program
 from components.ranges import Checked, Count, Seconds
 from plugins.sandbox.sandbox_filter import call_filter
 

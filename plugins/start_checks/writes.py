@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from components.models.size import model_size
 from components.models.sources import is_made
 from components.net.hub import find_model, first_line
 from core.shared_memory import SHARED_MEMORY
+from training.run.checkpoint import Checkpoints, disk_fault
 from training.run.checkpoint_size import WEIGHT_BYTES, checkpoint_bytes
 
 if TYPE_CHECKING:
@@ -58,13 +60,37 @@ def check_writes(config: Any, exported: ModelOptions | None, steps: int | None) 
         return []
     dropped: list[str] = []
     try:
-        store.try_write(lambda folder: dropped.extend(_export(exported, folder / "hf")))
+        try_write(store, lambda folder: dropped.extend(_export(exported, folder / "hf")))
     except ValueError as error:
         raise ValueError(f"model.path={exported.path} cannot be exported: {error}") from error
     if not dropped:
         return []
     flags = ", ".join(dropped)
     return [f"{flags} of generation_config.json are not exported: transformers refuses to save them with the others"]
+
+
+def try_write(store: Checkpoints, write: Callable[[Path], object]) -> None:
+    """Write a trial folder beside the steps of a run, and remove it.
+
+    Args:
+        store: checkpoints of the run.
+        write: fills the folder that it receives. Its path is as long as that of a step.
+
+    Raises:
+        ValueError: the disk is full, read-only or not writable. Other errors of `write` are raised unchanged.
+    """
+    # Beside the steps and with a name as long as theirs, so that it meets the same disk and the same path limit.
+    probe = store.folder / ".probe.partial"
+    try:
+        probe.mkdir()
+        write(probe)
+    except Exception as error:
+        fault = disk_fault(error, store.folder)
+        if fault is None:
+            raise
+        raise ValueError(f"a trial export could not be written to {store.folder}: {fault}") from error
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
 
 
 def _export(model: ModelOptions, folder: Path) -> list[str]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from components.data.mixture import Note
 from components.data.text import TextEncoder, render_prompt
-from components.process.child_process import described, load_file
+from components.process.child_process import described
+from components.process.code_files import load_file
 from plugins.verl.rows import RowForm, limited_rows, rows_of_records
 
 if TYPE_CHECKING:

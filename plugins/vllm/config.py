@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from components.generate.choice import text_config
-from components.generate.config import PagedRolloutConfig, RolloutConfig, RolloutSetting
+from components.generate.config import RolloutConfig, RolloutSetting
+from components.generate.paged_config import PagedRolloutConfig
 from components.ranges import CountFromZero, Range
 from components.registry import find
 from components.train.config import product_type

@@ -36,10 +36,10 @@ from components.process.heartbeat import beat
 from components.weights.bucket_sizes import SENT_BYTES
 from components.weights.buckets import Piece, pieces_of
 from components.weights.carrier import CarrierSetting
-from components.weights.digest import Digests
 from components.weights.filling import WHOLE, BucketFiller, SliceJoiner
 from components.weights.publisher import WeightHandle
 from components.weights.sending import SendingCarrier
+from components.weights.verification import TensorDigests
 
 ARRIVAL_S = 600.0
 """Maximum number of seconds until all engines have arrived. They may first finish their current generation."""
@@ -80,7 +80,7 @@ class BroadcastCarrier(SendingCarrier):
         version: int,
         tensors: Iterable[tuple[str, Tensor]],
         dtype: torch.dtype | None,
-        digests: Digests | None,
+        digests: TensorDigests | None,
         *,
         to_host: bool,
     ) -> Iterable[tuple[str, Tensor]]:
@@ -145,7 +145,7 @@ class Broadcaster:
         version: int,
         tensors: Iterable[tuple[str, Tensor]],
         dtype: torch.dtype | None = None,
-        digests: Digests | None = None,
+        digests: TensorDigests | None = None,
         *,
         to_host: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
@@ -214,7 +214,7 @@ class _Transfer(BucketFiller):
         bucket_bytes: int,
         to_host: bool,
         dtype: torch.dtype | None,
-        digests: Digests | None,
+        digests: TensorDigests | None,
     ) -> None:
         super().__init__(member.device, bucket_bytes, to_host, dtype, digests)
         self._member = member

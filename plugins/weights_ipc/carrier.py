@@ -31,10 +31,10 @@ from components.models.device import compute_device
 from components.weights.bucket_sizes import SENT_BYTES
 from components.weights.buckets import pieces_of
 from components.weights.carrier import CarrierSetting
-from components.weights.digest import Digests
 from components.weights.filling import WHOLE, BucketFiller, SliceJoiner, finish_copies
 from components.weights.publisher import WeightHandle
 from components.weights.sending import SendingCarrier
+from components.weights.verification import TensorDigests
 
 _DEVICE = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
 REPLACEMENT_S = 5.0
@@ -74,7 +74,7 @@ class IPCCarrier(SendingCarrier):
         version: int,
         tensors: Iterable[tuple[str, Tensor]],
         dtype: torch.dtype | None,
-        digests: Digests | None,
+        digests: TensorDigests | None,
         *,
         to_host: bool,
     ) -> Iterable[tuple[str, Tensor]]:
@@ -140,7 +140,7 @@ class BucketSender:
         version: int,
         tensors: Iterable[tuple[str, Tensor]],
         dtype: torch.dtype | None = None,
-        digests: Digests | None = None,
+        digests: TensorDigests | None = None,
         *,
         to_host: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
@@ -207,7 +207,7 @@ class _Transfer(BucketFiller):
         to_host: bool,
         timeout_seconds: float,
         dtype: torch.dtype | None,
-        digests: Digests | None,
+        digests: TensorDigests | None,
     ) -> None:
         super().__init__(device, bucket_bytes, to_host, dtype, digests)
         self._readers = readers

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.data.samples import compare_samples, with_correction
-from components.models.causal import token_logprobs, token_values
+from components.models.causal import token_logprobs
+from components.models.state_values import token_values
 from components.rl import advantages, group_advantages, policy_losses, returns
 from components.rl.aggregation import LossOutput, Totals, reduce_loss
 from components.rl.kl import kl_estimate
 from components.rl.masked import sequence_means, token_mean
-from components.rl.rewards import overlong_penalty, stop_properly_penalty, token_rewards
+from components.rl.rewards import overlong_penalty
+from components.rl.token_rewards import stop_properly_penalty, token_rewards
 from components.rl.value_losses import clipped_value_loss
 from training.roles import ppo_loss
 from training.roles.ppo_loss import surrogate

@@ -11,7 +11,7 @@ from components.data.samples import compare_samples, with_correction
 from components.rl import advantages, returns
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.kl import kl_estimate
-from components.rl.rewards import token_rewards
+from components.rl.token_rewards import token_rewards
 from training.roles.policy_loss import clipped_policy_loss
 
 from .config import ReinforceConfig

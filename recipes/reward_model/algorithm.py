@@ -6,7 +6,7 @@ Shape suffixes: `P` pairs, `B` = 2P sequences (chosen, rejected, chosen, ...), `
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.models.causal import state_values
+from components.models.state_values import state_values
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.preference_losses import bradley_terry_loss
 

@@ -61,7 +61,7 @@ class RewardModelConfig(PairOptions):
 
         transformers reads the score at the last token that is not padding, so it must not skip the end token.
         """
-        from components.data.text import pad_apart_from_end
+        from components.data.padding import pad_apart_from_end
 
         if path == NEW_FROM_TEXT:
             # Before its vocabulary is trained: pad, bos and eos, and one token per byte.

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from components.batch import Batch
 from components.data.minibatches import shuffled_minibatches
 from components.data.samples import compare_samples, main_branches
-from components.models.causal import token_logprobs, token_values
+from components.models.causal import token_logprobs
+from components.models.state_values import token_values
 from components.rl import advantages, correction, group_advantages, policy_losses, returns
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
 from components.rl.kl import kl_estimate
 from components.rl.masked import chosen, sequence_means, spread, token_mean
 from components.rl.resampling import selection_weights
-from components.rl.rewards import token_rewards
+from components.rl.token_rewards import token_rewards
 from components.rl.value_losses import clipped_value_loss
 from training.roles import ppo_loss
 from training.roles.ppo_loss import surrogate

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from agents.loading import check_agent
-from components.generate.config import PagedRolloutConfig, RolloutConfig
+from components.generate.config import RolloutConfig
+from components.generate.paged_config import PagedRolloutConfig
 from components.ranges import Count, Positive, Range
 from components.registry import load
 from components.train.config import FrozenConfig, PassLimits, TrainConfig

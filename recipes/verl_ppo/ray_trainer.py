@@ -23,7 +23,7 @@ import torch
 from omegaconf import OmegaConf
 
 from components.batch import Batch
-from components.process.child_process import load_file
+from components.process.code_files import load_file
 from components.rewards.score_functions import ScoreCode, ScoreFunction, default_functions, find_function
 from core import Job
 from core import WorkerGroup as RayWorkerGroup

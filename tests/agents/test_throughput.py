@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from components.process.child_process import load_file
+from components.process.code_files import load_file
 
 BENCH: Any = load_file(Path(__file__).resolve().parents[2] / "scripts" / "bench_agents.py")
 SLOTS = 64

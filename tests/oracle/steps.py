@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from components.batch import Batch
-from components.models.causal import token_values
+from components.models.state_values import token_values
 from components.models.value_model import load_value_model
 from plugins.demo.tasks import get_task
 from plugins.demo.tiny_model import task_tokenizer, tiny_model

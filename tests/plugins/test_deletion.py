@@ -23,15 +23,21 @@ NAMED_BY: dict[str, list[str]] = {
     "data_rows": ["grpo"],
     "deepspeed": ["grpo", "train.engine=deepspeed"],
     "demo": ["grpo", "data.path=task:sort"],
+    "assumed_machines": ["grpo", "assume_devices=8x2"],
+    "chat_templates": ["grpo", "model.template_arguments={thinks: false}"],
     "dynamic_sampling": ["grpo", "algorithm.filter_range=[0.0,1.0]"],
     "fsdp": ["grpo", "train.engine=fsdp", "train.zero_stage=2"],
     "loss_correction": ["grpo", "algorithm.correction=tis"],
+    "generation_ahead": ["grpo", "placement.colocate=false", "asynchronous.enabled=true"],
     "lora": ["grpo", "train.lora_rank=4"],
     "math_scorers": ["grpo", "reward.source=gsm8k"],
+    "mixture": ["sft", "data.probs=1.0"],
+    "model_view": ["grpo", "model.config_overrides={max_position_embeddings: 32768}"],
     "monitoring": ["grpo", "log.metrics_port=0"],
     "option_help": ["grpo", "--help"],
     "openrlhf": ["sft", "--max_norm", "1"],
     "parallel": ["grpo", "parallel.context=2", "placement.actor_ranks=2", "train.engine=fsdp"],
+    "parallel_checks": ["grpo", "parallel.context=2", "placement.actor_ranks=2", "train.engine=fsdp"],
     "partial_rollouts": [
         *("grpo", "placement.colocate=false", "asynchronous.enabled=true", "asynchronous.partial_rollout=true")
     ],
@@ -50,6 +56,7 @@ NAMED_BY: dict[str, list[str]] = {
     "wandb": ["grpo", "log.wandb=true"],
     "weight_average": ["grpo", "train.ema_beta=0.9"],
     "weights_broadcast": [*("grpo", "rollout.weight_sync=broadcast", "placement.colocate=false", "assume_devices=1x2")],
+    "weights_verify": ["grpo", "rollout.verify_weight_sync=true"],
     "weights_ipc": ["grpo", "rollout.weight_sync=ipc", "assume_devices=1x1"],
 }
 """Plug-in -> recipe and options that name it. A plug-in without an entry is used if its folder exists."""

@@ -19,8 +19,8 @@ from recipes.reward_model.config import RewardModelConfig
 from recipes.verl_ppo import config as verl
 from recipes.verl_ppo.adapter import ESTIMATORS, VERL
 from recipes.verl_ppo.config import VerlPPOConfig
+from training.options.described import options_of
 from training.options.ppo_options import Aggregation, PolicyLoss
-from training.options.schema import options_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ import pytest
 from local_runs import kept_environment
 from recipe_runs import ROOT
 
-from components.process.child_process import load_file
+from components.process.code_files import load_file
 from tests.messages import says
 from tests.recipe_copies import RECIPES, cloned, copied
 

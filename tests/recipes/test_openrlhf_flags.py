@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from recipe_runs import ROOT
 
+from plugins.assumed_machines.machines import Machines, assuming
 from plugins.openrlhf.adapter import train_ppo
 from recipes.openrlhf_ppo.config import PPOConfig
 from recipes.openrlhf_ppo.main import main, read_config
 from tests.messages import says
-from training.launch.machines import Machines, assuming
 from training.options.config import CommandLine
-from training.options.schema import ConfigError, fields_of, options_of, without_none
+from training.options.described import options_of
+from training.options.schema import ConfigError, fields_of, without_none
 
 UPSTREAM = Path(__file__).parent / "upstream"
 FLAGS: dict[str, list[Any]] = json.loads((UPSTREAM / "openrlhf_flags.json").read_text())

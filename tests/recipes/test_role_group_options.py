@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from recipe_runs import ROOT
 
+from plugins.assumed_machines.machines import Machines, assuming
 from tests.messages import says
-from training.launch.machines import Machines, assuming
 
 RECIPES = ("grpo", "reinforce_pp")
 OWN = ["model.path=x", "data.path=task:sort"]

@@ -10,7 +10,7 @@ from local_runs import kept_environment
 from recipe_runs import ROOT
 
 from components.batch import Batch
-from components.process.child_process import load_file
+from components.process.code_files import load_file
 from plugins.demo.tasks import get_task
 from plugins.demo.tiny_model import task_tokenizer, tiny_model
 

@@ -9,6 +9,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
@@ -19,7 +20,7 @@ from core import Job
 from core.backends.ray_address import check_reachable, is_ray_left
 from core.placement import detect_devices
 from training.launch.launch import role_sizes, run_job
-from training.launch.machines import Machines, assuming, is_here
+from training.launch.machines import is_here
 from training.launch.model_checks import absent_models
 from training.launch.plan import CHOICES, PLAN, Plan
 from training.options.config import CommandLine, Vocabulary
@@ -164,7 +165,7 @@ class Command(ABC, Generic[C]):
         observers: list[RunObserver] = []
         try:
             _check_text(arguments)
-            with assuming(_machines(line)):
+            with _planned_machines(line):
                 requested = self.asked(line)
                 # Before the plan: it fetches the config.json of each model, from which the plan computes the memory.
                 absent = absent_models(self.models(requested)) if requested.dry_run else {}
@@ -303,10 +304,9 @@ def _continued_run(config: RunOptions, recipe: str) -> Any:
     return load("checkpoint reader", "command", f"run_dir={config.run_dir}")(config, recipe)
 
 
-def _machines(line: CommandLine[Any]) -> Machines | None:
-    """Return the machines of `assume_devices`, or None if the run is planned for this machine."""
-    try:
-        return Machines.parse(str(line.value("assume_devices")))
-    except ValueError:
-        # The option is not set or invalid. The options are checked later, where all errors are reported together.
-        return None
+def _planned_machines(line: CommandLine[Any]) -> AbstractContextManager[None]:
+    """Return the block inside which the machines of `assume_devices` are planned for, if the option is set."""
+    text = line.value("assume_devices")
+    # A missing plug-in is reported with the other errors of the options.
+    assuming = None if text is None else find("assumed machines", "assuming")
+    return nullcontext() if assuming is None else assuming(str(text))

@@ -33,8 +33,19 @@ REPORT_WITHIN_S = 120.0
 REPORT, HTML = "report program", "html"
 """Kind and name of the plug-in that provides the report: the name of a module for `python -m`. The module gets the run
 folder as its argument, and ends after it has read a line or the end of its stdin."""
-ON_BY_DEFAULT = {"alarms": (OBSERVER, "alarms"), "live view": (VIEW, LIVE), "report": (REPORT, HTML)}
+ON_BY_DEFAULT = {
+    "alarms": (OBSERVER, "alarms"),
+    "live view": (VIEW, LIVE),
+    "report": (REPORT, HTML),
+    "utilisation of GPUs": ("utilisation", "gpu"),
+}
 """Capabilities that need no option if their plug-ins are installed: kind and name by title."""
+GUARDS = {
+    "start_checks": ("start check", "limits of the machine, free space and a trial export are not checked"),
+    "tokenizer_trial": ("tokenizer trial", "tokenizer and chat template are not tried in a process of their own"),
+    "driver_log": ("driver log", "output of libraries in the driver is not kept in logs/driver.log"),
+}
+"""Plug-ins that protect every run: the kind of their objects, and the effect of a missing folder."""
 STOP_GRACE_S = 600.0
 """Maximum time in seconds for the current step and its checkpoint after Ctrl-C."""
 
@@ -151,9 +162,12 @@ def role_sizes(job: Job) -> dict[str, int]:
 
 
 def missing_defaults() -> list[str]:
-    """Return a line with the capabilities of `ON_BY_DEFAULT` whose plug-ins are missing. Empty if none is missing."""
+    """Return a line with the missing capabilities of `ON_BY_DEFAULT`, and a line for each missing one of `GUARDS`."""
     missing = [title for title, (kind, name) in ON_BY_DEFAULT.items() if name not in names(kind)]
-    return [f"plug-ins that are not installed: {', '.join(missing)}; the run continues without them"] if missing else []
+    lines = [f"plug-in {plugin} is missing: {effect}" for plugin, (kind, effect) in GUARDS.items() if not names(kind)]
+    if missing:
+        lines.append(f"plug-ins that are not installed: {', '.join(missing)}; the run continues without them")
+    return lines
 
 
 @contextmanager

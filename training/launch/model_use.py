@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from components.generate.config import RolloutConfig
 from components.models.size import ModelSize, model_size
+from components.registry import load
 from components.train.config import FrozenConfig, TrainConfig
 
 
@@ -48,15 +49,5 @@ def check_axes(size: ModelSize, config: TrainConfig) -> None:
     Raises:
         ValueError: the number of attention heads or experts is not divisible. The message says what to set.
     """
-    # Both axes split the heads in attention, so their product has to divide them.
-    axes = {"context": config.context, "tensor": config.tensor}
-    set_axes = " x ".join(f"parallel.{axis}={number}" for axis, number in axes.items() if number > 1)
-    if size.heads % (config.context * config.tensor):
-        raise ValueError(f"{set_axes} does not divide the model's {size.heads} attention heads; set a divisor")
-    if config.expert > 1 and size.layers and not size.experts:
-        raise ValueError(f"parallel.expert={config.expert}: the model's layers have no experts; set 1")
-    if size.experts % config.expert:
-        raise ValueError(
-            f"parallel.expert={config.expert} does not divide the {size.experts} experts of the model's layers; set a "
-            "divisor"
-        )
+    if max(config.context, config.tensor, config.expert) > 1:
+        load("parallelism check", "model", "parallel")(size, config)

@@ -60,25 +60,3 @@ class AsyncOptions(Options, group="asynchronous"):
         """Maximum staleness of a token: versions between the weights that sampled it and those that train on it."""
         # One more, because the slowest prompts move to the next batch with the tokens that they have.
         return self.ahead + (self.in_flight_prompts is not None)
-
-    def faults_beside(self, colocated: bool, backend: str, prompts_per_step: int, apart: str) -> Iterator[str]:
-        """Yield the reasons why generation and training cannot run at the same time.
-
-        Args:
-            colocated: True if the roles share devices and run one after the other.
-            backend: backend of the run.
-            prompts_per_step: number of prompts per training step.
-            apart: option and value that give the roles separate devices, such as `placement.colocate=false`.
-        """
-        if self.ahead and colocated:
-            yield (
-                "asynchronous.enabled, but the roles work one after the other on the same devices, so generation and "
-                f"training cannot run concurrently; set {apart}"
-            )
-        if self.ahead and backend == "local":
-            yield "asynchronous.enabled, but backend=local runs one role at a time; set backend=ray"
-        if self.in_flight_prompts and not prompts_per_step < self.in_flight_prompts <= 2 * prompts_per_step:
-            yield (
-                f"asynchronous.in_flight_prompts={self.in_flight_prompts}; set {prompts_per_step + 1} to "
-                f"{2 * prompts_per_step}: more than the {prompts_per_step} prompts of a step, and at most twice as many"
-            )

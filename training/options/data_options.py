@@ -86,6 +86,7 @@ class DataOptions(Options, group="data"):
 
     def describe_columns(self, rows: list[dict[str, Any]]) -> str | None:
         """Describe the columns of the rows that are used, or return None if all sources are generated tasks."""
+        # Generated tasks have columns of their own, which the user did not choose.
         if all(map(is_drawn, source_names(self.path))):
             return None
         return load(READER, "columns", f"data.path={self.path}")(rows, self.used_columns)

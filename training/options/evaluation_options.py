@@ -52,6 +52,7 @@ class EvaluationOptions(Options, group="evaluation"):
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Return True if the policy is evaluated after this step."""
+        # The last step always: its scores are those of the exported policy.
         return is_last or (self.every > 0 and step % self.every == 0)
 
     def rows(self, data: DataOptions, notes: list[str] | None = None) -> list[dict[str, Any]]:
@@ -67,6 +68,7 @@ class EvaluationOptions(Options, group="evaluation"):
 
         if self.path is None:
             return []
+        # Without the seed of the run and without a mixture: two runs must be scored on the same prompts.
         return load_rows(
             self.path,
             data.prompt_key,

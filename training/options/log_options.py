@@ -51,6 +51,7 @@ class LogOptions(Options, group="log"):
         chosen: dict[str, dict[str, Any]] = {}
         if self.tensorboard or self.tensorboard_dir:
             chosen["tensorboard"] = {"folder": self.tensorboard_dir}
+        # A key alone enables W&B, because nobody sets one without the intention to log there.
         if self.wandb or self.wandb_key:
             chosen["wandb"] = {
                 "key": self.wandb_key,

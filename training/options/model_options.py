@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.models.sources import check_model_source, resolve_model
+from components.registry import load, require
 from training.options.schema import Options, at_home, errors_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+VIEW = "model view", "links"
+"""Kind and name of the plug-in that makes a folder for a model with other files."""
 
 
 @dataclass(kw_only=True)
@@ -44,6 +49,18 @@ class ModelOptions(Options, group="model"):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from errors_of(f"model.path={self.path}: ", check_model_source, self.path)
+        # Checked here: the plug-ins are only used after the checks of models and data, which may take minutes.
+        for name in ("chat_template", "template_arguments"):
+            if getattr(self, name):
+                yield from errors_of("", require, "chat template", "checked", f"model.{name}=...")
+        if self._changed:
+            yield from errors_of("", require, *VIEW, self._changed)
+
+    @property
+    def _changed(self) -> str:
+        """The first option that changes files of the model, for messages. Empty if none is set."""
+        names = ("config_overrides", "tokenizer_path", "chat_template")
+        return next((f"model.{name}=..." for name in names if getattr(self, name)), "")
 
     def prepared(self, run_dir: Path) -> ModelOptions:
         """Return the options with the path of a folder that engines can load.
@@ -51,12 +68,12 @@ class ModelOptions(Options, group="model"):
         A missing demonstration model is trained first. A model with changes becomes a folder of links in the run
         folder.
         """
-        from training.launch.model_folder import model_view
-
         path = resolve_model(self.path)
-        # In the run folder, which all machines of a run can read. An engine on another machine loads the same files.
-        view = model_view(path, run_dir / "model", self.config_overrides, self.tokenizer_path, self.chat_template)
-        return replace(self, path=view)
+        if self._changed:
+            view = load(*VIEW, self._changed)
+            # In the run folder, which all machines of a run can read. An engine on another one loads the same files.
+            path = view(path, run_dir / "model", self.config_overrides, self.tokenizer_path, self.chat_template)
+        return replace(self, path=path)
 
     def tokenizer(self, path: str | None = None) -> PreTrainedTokenizerBase:
         """Return the tokenizer of the model, with the chat template and padding token of these options.
@@ -66,7 +83,7 @@ class ModelOptions(Options, group="model"):
         Args:
             path: folder of the model. Default: `self.path`.
         """
-        from components.data.text import load_tokenizer, set_template_arguments
+        from components.data.text import load_tokenizer
 
         tokenizer = load_tokenizer(
             self.tokenizer_path or path or self.path,
@@ -75,4 +92,6 @@ class ModelOptions(Options, group="model"):
             pad_with_end=True,
             model_path=path or self.path,
         )
-        return set_template_arguments(tokenizer, self.template_arguments)
+        if not self.template_arguments:
+            return tokenizer
+        return load("chat template", "arguments", "model.template_arguments=...")(tokenizer, self.template_arguments)

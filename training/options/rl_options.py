@@ -161,14 +161,10 @@ class RLOptions(RunOptions):
         yield from self._faults_of_sizes()
         yield from transport_fault(self.placement.nodes)
         yield from self.parallel.faults_beside(self.train)
-        yield from self.asynchronous.faults_beside(
-            self.placement.colocate, self.backend, self.prompts_per_step, self.APART
-        )
-        if self.asynchronous.ahead and self.placement.takes_turns:
-            yield (
-                "asynchronous.enabled, but sleeping roles cannot run concurrently; set placement.engines_sleep=false "
-                "and placement.learners_sleep=false"
-            )
+        if self.asynchronous.ahead or self.asynchronous.in_flight_prompts:
+            # The other checks belong to the plug-in, so a missing one is reported alone.
+            queue = "rollout queue", "faults", "asynchronous.enabled=true"
+            yield from list(errors_of("", require, *queue)) or load(*queue)(self)
         # The engine loads the plug-in at the first sleep, which is after the models are loaded.
         if self.placement.learners_sleep:
             yield from errors_of("", require, "sleep", "host copies", "placement.learners_sleep=true")
@@ -182,6 +178,7 @@ class RLOptions(RunOptions):
         strategy, option = self.rollout_strategy
         if strategy and strategy not in names("rollout strategy"):
             yield f"{option} needs the plug-in {strategy}, which is not in plugins/; unset {option}"
+        # Only then: a run with another engine does not need the plug-in that knows the arguments.
         if self.rollout.vllm:
             yield from self.engine_arguments().faults()
         if self.data.path:
@@ -200,12 +197,14 @@ class RLOptions(RunOptions):
                 require("reward trial", "rewards", f"reward.source={self.reward_source}")
 
     def _faults_of_sizes(self) -> Iterator[str]:
+        # A smaller last mini-batch would give its responses a higher learning rate than those of the others.
         if self.step_size % self.mini_batch_size:
             yield (
                 f"train.mini_batch_size={self.mini_batch_size} does not divide a step's {self.step_size} "
                 f"{self.ROLLOUTS} (prompts_per_step={self.prompts_per_step} x samples_per_prompt="
                 f"{self.samples_per_prompt}); set a divisor"
             )
+        # A rank without a response would leave the others waiting in a collective.
         if self.step_size < (self.placement.actor_ranks or 1):
             yield (
                 f"a step has {self.step_size} {self.ROLLOUTS}, fewer than placement.actor_ranks="
@@ -221,6 +220,7 @@ class RLOptions(RunOptions):
         Raises:
             ConfigError: there is no source, or there are two.
         """
+        # Two sources would leave it open which of them the policy is trained on.
         if self.agent.gives_rewards:
             if self.reward.source:
                 raise ConfigError(
@@ -286,6 +286,7 @@ class RLOptions(RunOptions):
 
         Both are empty for the default strategy, which takes all rollouts of the next prompts.
         """
+        # First, because stored rollouts replace every other way to get some.
         if self.rollout.replay_from:
             return "stored_rollouts", "rollout.replay_from"
         if self.asynchronous.partial_rollout:

@@ -9,10 +9,11 @@ from typing import Annotated, Any
 from components.generate.choice import BASIC_ENGINES, choose_rollout_engine, rollout_config
 from components.generate.config import HFRolloutConfig, RolloutConfig, RolloutSetting, SamplingConfig
 from components.ranges import Count, CountFromZero, NameOf, Positive, ShareAboveZero
-from components.registry import load
+from components.registry import load, require
 from components.weights.choice import BASIC_CARRIERS
+from components.weights.verification import OPTION, VERIFICATION
 from training.options.placement_options import PlacementOptions
-from training.options.schema import PLUGIN, Options, of_plugin
+from training.options.schema import PLUGIN, Options, errors_of, of_plugin
 
 
 @dataclass(kw_only=True)
@@ -78,6 +79,8 @@ class RolloutOptions(Options, group="rollout"):
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
+        if self.verify_weight_sync:
+            yield from errors_of("", require, VERIFICATION, "digests", OPTION)
         if self.engine == "hf" and self.tensor_parallel > 1:
             yield f"rollout.tensor_parallel={self.tensor_parallel}, but the engine hf uses one device; remove it"
 

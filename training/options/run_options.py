@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 
 from components.process.heartbeat import listen
 from components.ranges import CountFromZero, Range
-from components.registry import require
+from components.registry import load, require
 from core import beat
-from training.launch.machines import Machines
 from training.options.schema import Options, errors_of, recipe_of
 
 # Progress of components counts as a heartbeat of core in every process. Otherwise a long computation would be taken for
@@ -72,6 +71,9 @@ class RunOptions(Options):
         if self.resume not in ("auto", "none"):
             yield from errors_of("", require, "checkpoint reader", "run", f"resume={self.resume}")
         if self.assume_devices is not None:
-            yield from errors_of("", Machines.parse, self.assume_devices)
+            yield from errors_of("", self._check_machines)
             if not (self.dry_run or self.print_config):
                 yield f"assume_devices={self.assume_devices} only works with dry_run; set dry_run=true, or leave it out"
+
+    def _check_machines(self) -> None:
+        load("assumed machines", "check", f"assume_devices={self.assume_devices}")(self.assume_devices)

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
 import inspect
-import itertools
 import operator
-import re
-import textwrap
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
 from components.ranges import out_of_range
-from components.registry import names
 
 T = TypeVar("T")
-
-_NAMES_OF = re.compile(r"<names of ([a-z ]+)>")
 
 
 class ConfigError(ValueError):
@@ -146,47 +138,6 @@ def without_effect(idle: Collection[tuple[bool, str, str]], set_options: Collect
     return [f"no effect of {name}: {why}" for is_idle, name, why in idle if is_idle and name in set_options]
 
 
-class Option(NamedTuple):
-    """One option of a schema, as `--help` shows it."""
-
-    name: str
-    kind: str
-    default: Any
-    meaning: str
-    plugin: str = ""
-    """Plug-in that the option needs. Empty if it needs none."""
-    is_own: bool = False
-    """True if the option is defined in the file of the schema, False if it is one of the options that schemas share."""
-
-
-def options_of(schema: type, prefix: str = "") -> list[Option]:
-    """Return every option with its type, default and meaning, in the order of the schema.
-
-    Args:
-        schema: dataclass of the options.
-        prefix: text before each name.
-    """
-    options: list[Option] = []
-    for key, kind, field, owner in _walk(schema):
-        meaning = _with_names(_meanings(owner).get(field.name, ""))
-        plugin = field.metadata.get(PLUGIN) or getattr(owner, PLUGIN.upper(), "")
-        # Of the class itself: an inherited option is defined in the file of its base class, and shared by its recipes.
-        is_own = owner.__module__ == schema.__module__ and field.name in inspect.get_annotations(owner)
-        options.append(Option(f"{prefix}{key}", _shown(kind), _default(schema, key), meaning, plugin, is_own))
-    return options
-
-
-def describe(option: Option) -> list[str]:
-    """Return the lines that describe an option in `--help`."""
-    head = f"--{option.name}  ({option.kind}, default {option.default!r})"
-    return [head, *textwrap.wrap(option.meaning, 100, initial_indent="    ", subsequent_indent="    ")]
-
-
-def _with_names(meaning: str) -> str:
-    """Replace `<names of KIND>` by the names that plug-ins provide for a kind."""
-    return _NAMES_OF.sub(lambda match: ", ".join(f"`{name}`" for name in names(match[1])) or "none", meaning)
-
-
 def recipe_of(schema: type) -> str:
     """Return the name of the recipe of a schema: the folder of its file."""
     return Path(inspect.getfile(schema)).parent.name
@@ -194,7 +145,7 @@ def recipe_of(schema: type) -> str:
 
 def fields_of(schema: Any) -> dict[str, Any]:
     """Return the type of every field that holds a value, by dotted name."""
-    return {key: kind for key, kind, _, _ in _walk(schema)}
+    return {key: kind for key, kind, _, _ in walk(schema)}
 
 
 def without_none(kind: Any) -> Any:
@@ -205,39 +156,13 @@ def without_none(kind: Any) -> Any:
     return kind
 
 
-def _shown(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("typing.", "")
-
-
-def _default(schema: type, key: str) -> Any:
-    first, *rest = key.split(".")
-    field: Any = next(field for field in dataclasses.fields(schema) if field.name == first)
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    # From the default of the whole group: a schema may create a group with other defaults than those of its class.
-    return functools.reduce(getattr, rest, value)
-
-
-@functools.cache
-def _meanings(schema: type) -> dict[str, str]:
-    """Return the docstring of each field of a dataclass and its bases. Python drops them, so the source is parsed."""
-    bases = [base for base in schema.__bases__ if dataclasses.is_dataclass(base)]
-    meanings = {name: text for base in reversed(bases) for name, text in _meanings(base).items()}
-    definition = ast.parse(textwrap.dedent(inspect.getsource(schema))).body[0]
-    assert isinstance(definition, ast.ClassDef)
-    for pair in itertools.pairwise(definition.body):
-        match pair:
-            case (ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text)))):
-                meanings[name] = " ".join(text.split())
-    return meanings
-
-
-def _walk(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
+def walk(schema: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
     """Yield (dotted key, type, field, its class) of every field that holds a value, depth first."""
     hints = get_type_hints(schema)
     for field in dataclasses.fields(schema):
         kind = without_none(hints[field.name])
         if dataclasses.is_dataclass(kind):
-            yield from _walk(kind, f"{prefix}{field.name}.")
+            yield from walk(kind, f"{prefix}{field.name}.")
         else:
             yield f"{prefix}{field.name}", hints[field.name], field, schema
 

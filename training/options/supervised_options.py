@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
-from components.data.mixture import Note, mixed, mixture_probabilities, source_names
+from components.data.mixture import Note, mixer, source_names
 from components.data.sources import check_sources, is_drawn
 from components.models.attention import choose_attention
 from components.ranges import Count, CountFromZero
@@ -70,7 +70,7 @@ class ExampleOptions(Options, group="data"):
         if self.input_template is not None and "{}" not in self.input_template:
             yield f"data.input_template={self.input_template!r} has no placeholder {{}} for the prompt; add it"
         if self.path:
-            yield from errors_of("data.", mixture_probabilities, self.probs, len(source_names(self.path)))
+            yield from errors_of("data.", mixer, self.probs, len(source_names(self.path)))
             yield from errors_of(f"data.path={self.path}: ", check_sources, self.path)
 
 
@@ -268,8 +268,9 @@ class SupervisedOptions(RunOptions):
         info: Callable[[str], None],
     ) -> list[T]:
         names = source_names(path)
+        mixed = mixer(probs, len(names))
         parts = [read(self.load(name, split, max_rows, info=info), name) for name in names]
-        return mixed(parts, mixture_probabilities(probs, len(names)), self.seed)[:max_rows]
+        return mixed(parts, self.seed)[:max_rows]
 
     def tokenizer(self, path: str) -> PreTrainedTokenizerBase:
         """Return the tokenizer of the model at `path`.

@@ -87,28 +87,6 @@ class Checkpoints:
                 "folder, or run_dir"
             ) from error
 
-    def try_write(self, write: Callable[[Path], object]) -> None:
-        """Write a trial folder beside the steps, and remove it.
-
-        Args:
-            write: fills the folder that it receives. Its path is as long as that of a step.
-
-        Raises:
-            ValueError: the disk is full, read-only or not writable. Other errors of `write` are raised unchanged.
-        """
-        # Beside the steps and with a name as long as theirs, so that it meets the same disk and the same path limit.
-        probe = self.folder / ".probe.partial"
-        try:
-            probe.mkdir()
-            write(probe)
-        except Exception as error:
-            fault = _disk_fault(error, self.folder)
-            if fault is None:
-                raise
-            raise ValueError(f"a trial export could not be written to {self.folder}: {fault}") from error
-        finally:
-            shutil.rmtree(probe, ignore_errors=True)
-
     def save(self, step: int, state: Mapping[str, Any], write: Callable[[Path], object]) -> Path:
         """Write the checkpoint of a step, make it the latest, and remove steps beyond the limits.
 
@@ -145,7 +123,7 @@ class Checkpoints:
             _sync(aside / "state")
             folder = self._commit(aside, f"step_{step}")
         except Exception as error:
-            fault = _disk_fault(error, self.folder)
+            fault = disk_fault(error, self.folder)
             if fault is None:
                 raise
             raise self._error(f"checkpoint of step {step} could not be written to {self.folder}", fault) from error
@@ -173,7 +151,7 @@ class Checkpoints:
             # A rename is on the disk only once its folder is synced. Without it, a power cut may undo the mark.
             _sync(self.folder)
         except OSError as error:
-            fault = _disk_fault(error, self.folder) or str(error)
+            fault = disk_fault(error, self.folder) or str(error)
             raise self._error(f"step {step} could not be marked as the best in {self.folder}", fault) from error
         self.prune()
 
@@ -395,7 +373,7 @@ def _bytes_of(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())
 
 
-def _disk_fault(error: Exception, folder: Path) -> str | None:
+def disk_fault(error: Exception, folder: Path) -> str | None:
     """Return the reason and remedy of a disk error, or None if the error has another cause."""
     code, reason = None, str(error).partition("\n")[0]
     if isinstance(error, OSError):

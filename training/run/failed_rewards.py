@@ -68,6 +68,7 @@ class FailedRewards:
 
     def check(self, rewarded: Batch, failed: Batch) -> None:
         """Raise RewardError if too few rollouts are left for the optimizer steps."""
+        # Fewer would leave a rank without a response, and the others would wait for it in a collective.
         minimum = self._minimum(len(rewarded))
         if len(rewarded) < minimum:
             raise RewardError(

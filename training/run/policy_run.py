@@ -20,7 +20,7 @@ from training.run.evaluation import Evaluation
 from training.run.failed_rewards import FailedRewards, split_failed
 from training.run.policy_calls import PolicyCalls
 from training.run.prompts import describe_prompts, read_prompts, unused_template
-from training.run.queue import RolloutQueue, Stateful
+from training.run.queue import Stateful, open_queue
 from training.run.rollouts import check_staleness, record_step, rollout_metrics
 from training.run.run import Run
 from training.run.strategies import RolloutStrategy, WholeSteps
@@ -353,7 +353,7 @@ class PolicyRun(Run[Batch]):
         """Open the queue of rollouts, resume from a checkpoint, and load the model of every role."""
         if self.config.asynchronous.ahead:
             self.prompts.check_savable()  # a checkpoint holds all columns of the batches generated ahead
-        stream = RolloutQueue(
+        stream = open_queue(
             self._fill_step,
             self._count_steps(),
             self.config.asynchronous.ahead,

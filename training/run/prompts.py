@@ -23,6 +23,7 @@ def read_prompts(
     info: Callable[[str], None],
 ) -> PromptSource:
     """Tokenize the rows of prompts. Report the number of prompts that are too long."""
+    # Held-out prompts keep their order, so that two evaluations can be compared row by row.
     source = data.source(rows, tokenizer, seed, shuffle=not heldout)
     if count := source.too_long or source.cut:
         kind = "held-out prompts" if heldout else "prompts"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextvars
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
+from components.registry import load
 from training.run.phase_clock import PhaseClock
 
 Item = TypeVar("Item")
@@ -37,36 +36,34 @@ class Queued(Generic[Item]):
 
 
 class RolloutQueue(Generic[Item]):
-    """Generates one batch of samples per training step, either on demand or ahead of training in a thread.
+    """Generates one batch of samples per training step, on demand. A subclass may generate ahead of training.
 
     `for batch in stream:` iterates over the remaining steps. Inside the loop, `stream.step` is the number of the
     current step, from 1 to `steps`. A state that is saved there resumes with the next step.
 
-    With a queue, generation for step s starts when step s - 1 - `queue_size` has finished. The samples are therefore
-    drawn from weights that are at most `queue_size` versions older than those that train on them. A step has finished
-    when the loop requests the next batch. An error in `generate` is raised in the loop in place of that batch. If the
-    loop is left early, the thread ends after its current batch. The loop does not wait for it.
+    An error in `generate` is raised in the loop in place of that batch.
     """
+
+    queue_size = 0
+    """Number of batches generated ahead of training."""
 
     def __init__(
         self,
         generate: Callable[[int], Item | None],
         steps: int,
-        queue_size: int = 0,
         stopped: Callable[[], bool] = lambda: False,
         *,
         sources: Mapping[str, Stateful] | None = None,
         clock: PhaseClock | None = None,
         metrics: Callable[[], Mapping[str, float]] = dict,
         dropped: Callable[[], Item | None] = lambda: None,
-        most_stale: int | None = None,
+        most_stale: int = 0,
     ) -> None:
         """
         Args:
             generate: generates the samples of a step, given its number from 1. It returns None at the end of the data,
                 which ends the stream early, or if a stop was requested in the meantime.
             steps: total number of training steps, including those before a resume.
-            queue_size: number of batches generated ahead of training. 0 generates each batch on demand.
             stopped: called before each step. The iteration ends once it returns True.
             sources: objects that `generate` reads from and changes, such as the prompts, by their name in a checkpoint.
                 Their states are taken before each generation. A checkpoint that is written during the generation, or
@@ -76,37 +73,28 @@ class RolloutQueue(Generic[Item]):
             metrics: returns the metrics of the last generation. Called in the thread that generates.
             dropped: returns the samples of the last generation that are excluded from training. Called in the same
                 thread. They are queued with the batch.
-            most_stale: maximum staleness of the weights of any token, in versions. Default: `queue_size`.
+            most_stale: maximum staleness of the weights of any token, in versions.
         """
         self._generate = generate
-        self.queue_size = queue_size
-        """Number of batches generated ahead of training."""
         self._stopped = stopped
         self._clock = clock or PhaseClock()
         self._metrics = metrics
         self._dropped = dropped
-        self._most_stale = queue_size if most_stale is None else most_stale
+        self._most_stale = most_stale
         self.sources = dict(sources or {})
         """Objects that `generate` changes, by name."""
         self.steps = steps
         self.step = 0
         """Number of the current step, whose batch was yielded last. 0 before the first."""
         self.metrics: dict[str, float] = {}
-        """Metrics of the generation of the current batch. With a queue also `rollout/queued_batches`: the number of
-        queued batches when the loop requested it."""
+        """Metrics of the generation of the current batch."""
         self.dropped: Item | None = None
         """Samples of the current batch that are excluded from training."""
         self.most_stale = self._most_stale
         """Maximum staleness of the current batch, in versions. A batch from a checkpoint keeps the limit of its run."""
         self._queue: deque[Queued[Item]] = deque()  # batches of the steps after `step`, without a gap
         self._at_hand: Queued[Item] | None = None  # batch of the current step
-        # Guards `step`, `_queue` and the fields below, which both the loop and the thread read and write.
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._trained = 0  # last step that has finished
         self._left = False  # True once the loop was left
-        self._done = False  # True once the thread has ended
-        self._error: BaseException | None = None
         self._under_way: dict[str, dict[str, Any]] | None = None  # source states before the generation in progress
 
     def __len__(self) -> int:
@@ -147,132 +135,111 @@ class RolloutQueue(Generic[Item]):
 
         The loop must be left afterwards. The batch comes first when the loop continues or a run resumes.
         """
-        with self._changed:
-            assert self._at_hand is not None, "no batch was handed out, or it was put back already"
-            self._queue.appendleft(self._at_hand)
-            self._at_hand = None
-            self.step -= 1
+        assert self._at_hand is not None, "no batch was handed out, or it was put back already"
+        self._queue.appendleft(self._at_hand)
+        self._at_hand = None
+        self.step -= 1
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for `load_state_dict`. It holds the queued batches as objects."""
-        with self._changed:
-            queue = [_without_none(vars(queued)) for queued in self._queue]
-            return _without_none({"step": self.step, "queue": queue or None})
+        queue = [_without_none(vars(queued)) for queued in self._queue]
+        return _without_none({"step": self.step, "queue": queue or None})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the step at which the state was saved. A larger `steps` than before extends the run."""
-        self.step = self._trained = int(state["step"])
+        self.step = int(state["step"])
         self._queue = deque(Queued(**queued) for queued in state.get("queue", ()))
         self._under_way = None
 
     def states(self) -> dict[str, dict[str, Any]]:
         """Return a consistent snapshot of the stream, as "stream", and of its sources, by name."""
-        with self._changed:
-            # During a generation the sources are ahead of the queue. The states from before it fit the queue.
-            return {"stream": self.state_dict(), **(self._under_way or self._source_states())}
+        # During a generation the sources are ahead of the queue. The states from before it fit the queue.
+        return {"stream": self.state_dict(), **(self._under_way or self._source_states())}
 
     def _source_states(self) -> dict[str, dict[str, Any]]:
         return {name: source.state_dict() for name, source in self.sources.items()}
 
     def _generate_next(self) -> bool:
         """Generate the batch after the queued ones. Return False if there is none or no more are needed."""
-        with self._changed:
-            step = self.step + len(self._queue) + 1
-            if step > self.steps or self.ending:
-                return False
-            # A checkpoint that is written from now on, or after a failure, has to generate the same samples again.
-            self._under_way = self._source_states()
+        step = self._begin_next()
+        if step is None:
+            return False
         batch = self._generate(step)
-        dropped = self._dropped()
-        seconds = self._clock.hand_over() if self.queue_size else {}
-        with self._changed:
-            # The generation was cut short by the stop. `_under_way` stays, so a resume repeats it.
-            if batch is None and self.ending:
-                return False
-            self._under_way = None
-            # The data ended early: the run has fewer steps than were planned.
-            if batch is None:
-                self.steps = step - 1
-                return False
-            self._queue.append(Queued(batch, dict(self._metrics()), seconds, self._most_stale, dropped))
-            self._changed.notify_all()
+        return self._add(step, batch, self._dropped(), self._seconds())
+
+    def _begin_next(self) -> int | None:
+        """Return the step of the batch after the queued ones, or None if no more are needed."""
+        step = self.step + len(self._queue) + 1
+        if step > self.steps or self.ending:
+            return None
+        # A checkpoint that is written from now on, or after a failure, has to generate the same samples again.
+        self._under_way = self._source_states()
+        return step
+
+    def _add(self, step: int, batch: Item | None, dropped: Item | None, seconds: dict[str, float]) -> bool:
+        """Queue the batch of a step. Return False if there is none."""
+        # The generation was cut short by the stop. `_under_way` stays, so a resume repeats it.
+        if batch is None and self.ending:
+            return False
+        self._under_way = None
+        # The data ended early: the run has fewer steps than were planned.
+        if batch is None:
+            self.steps = step - 1
+            return False
+        self._queue.append(Queued(batch, dict(self._metrics()), seconds, self._most_stale, dropped))
         return True
 
-    # --- in the loop
+    def _seconds(self) -> dict[str, float]:
+        """Return the seconds of the phases of the last generation, if another thread than the loop's ran it."""
+        return {}
 
     def _next(self) -> Queued[Item] | None:
-        """Wait for the next batch, or generate it. Return None if there is none or a stop was requested."""
-        with self._changed:
-            # A request for the next batch means that the last step has finished, so the thread may go one step further.
-            self._trained = self.step
-            self._changed.notify_all()
-            ready = len(self._queue)
-            if self.queue_size:
-                with self._clock.phase("wait"):
-                    self._changed.wait_for(lambda: self._queue or self._done)
-                if self._stopped():
-                    return None
-            elif not ready:
-                self._generate_next()
-            # The error is raised only after the batches before it, which are intact, were trained on.
-            if not self._queue:
-                if self._error is not None:
-                    raise self._error
-                return None
-            queued = self._queue.popleft()
-            self.step += 1
-        if self.queue_size:
-            queued.metrics["rollout/queued_batches"] = float(ready)
-            self._clock.add(queued.seconds)
-        return queued
+        """Generate the next batch, or take it from the queue. Return None if there is none or a stop was requested."""
+        if not self._queue:
+            self._generate_next()
+        if not self._queue:
+            return None
+        self.step += 1
+        return self._queue.popleft()
 
     def _open(self) -> None:
-        if self._thread is not None:
-            self._thread.join()  # thread of an earlier loop that was left
+        """Prepare a loop over the remaining steps."""
         # A generation failed or was cut short before. The sources go back to where it started.
         if self._under_way is not None:
             for name, source in self.sources.items():
                 source.load_state_dict(self._under_way[name])
             self._under_way = None
-        self._trained = self.step
-        self._left = self._done = False
-        self._error = None
-        if not self.queue_size:
-            return
-        # The thread needs the context variables of the loop: remote calls read the current job from one.
-        run = contextvars.copy_context().run
-        self._thread = threading.Thread(target=run, args=(self._produce,), name="generation", daemon=True)
-        self._thread.start()
+        self._left = False
 
-    def _end(self, wait: bool) -> None:
-        with self._changed:
-            self._left = True
-            self._changed.notify_all()
-        # If an error has ended the loop, it should be reported now, and not after a generation that takes minutes.
-        if wait and self._thread is not None:
-            self._thread.join()
-            if self._error is not None:  # raised while the run was stopping
-                raise self._error
+    def _end(self, wait: bool) -> None:  # noqa: ARG002 - for a subclass
+        """End a loop. With `wait`, it has ended by itself; otherwise it was left."""
+        self._left = True
 
-    # --- in the thread
 
-    def _produce(self) -> None:
-        is_wanted = True
-        try:
-            while is_wanted:
-                with self._changed:
-                    self._changed.wait_for(self._is_near)
-                is_wanted = self._generate_next()
-        except BaseException as error:  # noqa: BLE001 - the loop raises it
-            self._error = error
-        finally:
-            with self._changed:
-                self._done = True
-                self._changed.notify_all()
+def open_queue(
+    generate: Callable[[int], Item | None],
+    steps: int,
+    queue_size: int = 0,
+    stopped: Callable[[], bool] = lambda: False,
+    **options: Any,
+) -> RolloutQueue[Item]:
+    """Return the queue of a run; see `RolloutQueue`.
 
-    def _is_near(self) -> bool:
-        """Return True if the next batch would not exceed the queue size, or if the loop was left."""
-        return self._left or self.step + len(self._queue) - self.queue_size <= self._trained
+    Args:
+        generate: see `RolloutQueue`.
+        steps: see `RolloutQueue`.
+        queue_size: number of batches generated ahead of training. Above 0, a plug-in provides the queue.
+        stopped: see `RolloutQueue`.
+        options: further arguments of `RolloutQueue`.
+
+    Raises:
+        MissingPlugin: no plug-in generates ahead.
+    """
+    # The plug-in is not needed then, and a batch is generated in the thread of the loop.
+    if not queue_size:
+        return RolloutQueue(generate, steps, stopped, **options)
+    ahead = load("rollout queue", "ahead", f"asynchronous.queue_size={queue_size}")
+    return ahead(generate, steps, stopped, queue_size=queue_size, **options)
 
 
 def _without_none(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -114,6 +114,7 @@ class Run(Generic[Item]):
             emit=self.trainer.emit,
             shown=self.shown,
         )
+        # Added now, because the tracker is opened with the state that `load` returns.
         self.checkpoints.parts["tracker"] = self.tracker
         return folder
 

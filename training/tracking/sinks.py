@@ -80,6 +80,7 @@ class JsonLines:
         self._lines = LineFile(path)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        # Step and time last, so that no metric of the same name replaces them.
         self._lines.add(json_line({**metrics, "step": step, "time": round(time.time(), 3)}))
 
     def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

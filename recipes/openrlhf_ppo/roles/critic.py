@@ -3,7 +3,7 @@
 from functools import partial
 
 from components.batch import Batch
-from components.models.causal import token_values
+from components.models.state_values import token_values
 from components.models.value_model import load_value_model
 from components.train.opening import open_engine
 from core import rpc

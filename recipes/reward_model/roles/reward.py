@@ -3,7 +3,7 @@
 from torch import nn
 
 from components.batch import Batch
-from components.models.causal import state_values
+from components.models.state_values import state_values
 from components.models.value_model import load_value_model
 from components.rl.aggregation import LossOutput, Totals
 from core import trainer_invocation

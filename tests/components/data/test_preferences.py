@@ -28,7 +28,8 @@ from components.data.records import read_records
 from components.data.shares import check_shares
 from components.data.text import TextEncoder
 from plugins.demo.tiny_model import character_tokenizer, learnt_tokenizer
-from tests.components.data.test_text import ADDS_BOS, BOS, EOS, NO, YES, word_tokenizer
+from tests.components.data.test_text import ADDS_BOS
+from tests.components.helpers.word_tokenizers import BOS, EOS, NO, YES, word_tokenizer
 from tests.hh_rlhf_rows import FILE, hh_rlhf_file
 from tests.messages import says
 

@@ -4,41 +4,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from components.data.padding import pad_apart_from_end
 from components.data.prompts import PromptSource
 from components.data.supervised import DemonstrationFormat, encode_demonstrations
 from components.data.text import (
     TextEncoder,
     load_tokenizer,
-    pad_apart_from_end,
     render_conversation,
     render_prompt,
     same_vocabulary,
-    set_template_arguments,
 )
 from plugins.demo.tiny_model import character_tokenizer
+from tests.components.helpers.word_tokenizers import BOS, EOS, NO, YES, word_tokenizer
 from tests.messages import says
-
-BOS = 1
-EOS = 2
-NO = 3
-YES = 4
-"""Ids of `word_tokenizer`: unk 0, bos 1, eos 2, no 3, yes 4."""
-
-
-def word_tokenizer(adds: str = "$A", template: str | None = None, **special: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with the words no and yes. `adds` is its post-processing template; $A stands for the text."""
-    tokens = ["<unk>", "<s>", "</s>", "no", "yes"]
-    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.post_processor = processors.TemplateProcessing(single=adds, special_tokens=[("<s>", BOS), ("</s>", EOS)])
-    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", **special}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-    tokenizer.chat_template = template
-    return tokenizer
-
 
 TURNS = (
     "{% for m in messages %}{{ m['content'] }} {% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -226,23 +207,6 @@ def test_templates_may_use_the_extra_tags_of_chat_templates(folder: Path) -> Non
     template = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% break %}{% endfor %}"
     tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder, pad_token="</s>", chat_template=template)
     assert render_prompt("no yes", tokenizer, apply_chat_template=True) == "no yes"
-
-
-def test_arguments_of_a_template_apply_to_every_use_of_it(folder: Path, tmp_path: Path) -> None:
-    template = "{% if thinks is defined and thinks is false %}no {% endif %}{{ messages[0]['content'] }}{{ last }}"
-    tokenizer: PreTrainedTokenizerBase = load_tokenizer(folder, pad_token="</s>", chat_template=template)
-    assert render_prompt("yes", tokenizer, apply_chat_template=True) == "yes"
-    set_template_arguments(tokenizer, {"thinks": False, "last": "</s>"})
-    assert render_prompt("yes", tokenizer, apply_chat_template=True) == "no yes</s>"
-    # A saved policy with a padding token and a template is loaded with them, and they are set once.
-    tokenizer.save_pretrained(tmp_path)
-    again = set_template_arguments(load_tokenizer(tmp_path), {"thinks": False, "last": "</s>"})
-    assert again.chat_template == tokenizer.chat_template
-    with pytest.raises(ValueError, match=says("model.template_arguments", "enable_thinking")):
-        set_template_arguments(tokenizer, {"enable_thinking": False})
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=says("model.template_arguments", "chat template")):
-        set_template_arguments(tokenizer, {"thinks": False})
 
 
 def test_a_bad_tokenizer_is_described_in_a_one_line_error(folder: Path, tmp_path: Path) -> None:

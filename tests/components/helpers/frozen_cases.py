@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.models.causal import policy_logprobs, state_values, token_logprobs
+from components.models.causal import policy_logprobs, token_logprobs
 from components.models.disk.blocks import local_part
 from components.models.loading import load_policy
+from components.models.state_values import state_values
 from components.models.value_model import load_value_model
 from components.rl.aggregation import LossOutput, Totals
 from components.train.config import FrozenConfig, PassLimits, weight_type

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from components.train.process_group import init_process_group
-from components.weights.gather import gathered, part_of
+from components.weights.gather import gathered
+from components.weights.parts import part_of
 
 BUCKET_BYTES = 80 * 2**20
 LARGE, COUNT = 40 * 2**20, 6

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from components.batch import Batch
-from components.models.causal import state_values
+from components.models.state_values import state_values
 from components.models.value_model import load_value_model
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.preference_losses import bradley_terry_loss

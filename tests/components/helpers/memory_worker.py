@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from components.process.child_process import load_file
+from components.process.code_files import load_file
 from components.train import partitioned_model
 
 BUCKET_BYTES = 8 * 2**20

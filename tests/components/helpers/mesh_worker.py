@@ -22,9 +22,10 @@ from transformers import (
 from components.batch import Batch
 from components.models import head as head_logprobs
 from components.models import logprobs
-from components.models.causal import token_logprobs, token_values
+from components.models.causal import token_logprobs
 from components.models.disk.blocks import local_part
 from components.models.loading import load_policy
+from components.models.state_values import token_values
 from components.models.value_model import load_value_model
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.policy_losses import ppo_loss

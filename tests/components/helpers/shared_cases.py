@@ -6,9 +6,10 @@ import torch
 from torch import nn
 
 from components.batch import Batch
-from components.models.causal import token_logprobs, token_values
+from components.models.causal import token_logprobs
 from components.models.loading import load_policy
 from components.models.packing.layout import END_TO_END, set_layout
+from components.models.state_values import token_values
 from components.models.value_model import load_value_model
 from components.rl.aggregation import LossOutput, Totals
 from components.train.engine import TrainEngine

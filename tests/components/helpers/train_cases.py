@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.models.causal import token_logprobs, token_values
+from components.models.causal import token_logprobs
+from components.models.state_values import token_values
 from components.rl.aggregation import LossOutput, Totals
 from components.rl.masked import sequence_sums
 from components.train import partitioned_model

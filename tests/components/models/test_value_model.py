@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from components.batch import Batch
-from components.models.causal import token_values
+from components.models.state_values import token_values
 from components.models.value_model import load_value_model
 from tests.messages import says
 

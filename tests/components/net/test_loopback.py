@@ -5,7 +5,8 @@ import os
 import httpx
 import pytest
 
-from components.net.loopback import direct_loopback, is_loopback, loopback_variables
+from components.net.direct import direct_loopback, is_loopback
+from components.net.loopback import loopback_variables
 
 
 @pytest.mark.parametrize(

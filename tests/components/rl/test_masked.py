@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from components.rl.masked import (
     LOG_RATIO_LIMIT,
-    carried_back,
     check_columns,
     check_lengths,
     check_sequences,
@@ -20,6 +19,7 @@ from components.rl.masked import (
     spread,
     token_mean,
 )
+from components.rl.recurrence import carried_back
 from tests.messages import says
 
 NAN = math.nan

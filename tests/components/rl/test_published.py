@@ -20,11 +20,13 @@ from components.rl.advantages import group_mean_baseline, group_norm, rloo
 from components.rl.aggregation import Aggregation, TokenLoss, Totals, aggregate, reduce_loss
 from components.rl.correction import importance_weights, rejection_weights
 from components.rl.group_advantages import gdpo, gpg, grpo_passk, opo
+from components.rl.group_filter import groups_within
 from components.rl.kl import KLKind, adapted_kl_coef, kl_estimate
 from components.rl.masked import spread, token_mean
 from components.rl.policy_losses import gspo_loss, ppo_loss
 from components.rl.returns import discounted_returns, gae, remax, whiten
-from components.rl.rewards import groups_within, overlong_penalty, stop_properly_penalty, token_rewards
+from components.rl.rewards import overlong_penalty
+from components.rl.token_rewards import stop_properly_penalty, token_rewards
 from components.rl.value_losses import clipped_value_loss
 from tests.components.rl import published
 from tests.components.rl.published import (

@@ -8,12 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.rl.rewards import (
-    groups_within,
-    overlong_penalty,
-    stop_properly_penalty,
-    token_rewards,
-)
+from components.rl.group_filter import groups_within
+from components.rl.rewards import overlong_penalty
+from components.rl.token_rewards import stop_properly_penalty, token_rewards
 from tests.messages import says
 
 Sequences = list[tuple[float, list[tuple[bool, float]]]]  # reward, then (acts, kl) of each token

@@ -18,8 +18,9 @@ from transformers import AutoTokenizer
 
 from components.batch import Batch
 from components.generate.hf_engine import HFRolloutEngine, SamplingConfig
-from components.models.causal import token_logprobs, token_values
+from components.models.causal import token_logprobs
 from components.models.loading import load_policy
+from components.models.state_values import token_values
 from components.models.value_model import load_value_model
 from components.train.config import TrainConfig
 from components.train.optimizer import adam_of

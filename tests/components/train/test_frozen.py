@@ -11,8 +11,9 @@ import torch
 from transformers import AutoConfig
 
 from components.batch import Batch
-from components.models.causal import policy_logprobs, state_values
+from components.models.causal import policy_logprobs
 from components.models.loading import load_policy
+from components.models.state_values import state_values
 from components.models.value_model import load_value_model
 from components.rl.kl import kl_estimate
 from tests.components.helpers import frozen_cases as cases

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from components.batch import Batch
-from components.models.causal import state_values
 from components.models.packing.layout import END_TO_END, PADDED
+from components.models.state_values import state_values
 from components.models.value_model import load_value_model
 from components.train.engine import shortest_group
 from tests.components.helpers import train_cases

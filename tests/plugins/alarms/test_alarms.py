@@ -11,7 +11,7 @@ import pytest
 
 from plugins.alarms.alarms import ALARMS, NOT_A_NUMBER, Alarms, advice
 from tests.messages import says
-from training.options.schema import options_of
+from training.options.described import options_of
 
 CONFIGS = {
     "grpo": "GRPOConfig",

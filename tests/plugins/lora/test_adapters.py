@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from components.batch import Batch
-from components.models.causal import token_logprobs, token_values
+from components.models.causal import token_logprobs
 from components.models.loading import load_policy
+from components.models.state_values import token_values
 from components.models.value_model import load_value_model
 from components.train.config import TrainConfig, TrainOptions
 from plugins.lora.adapters import LoraAdapters

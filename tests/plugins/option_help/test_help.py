@@ -9,7 +9,7 @@ from plugins.option_help.help import COLUMNS, LINES, help_text
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.main import main
 from tests.messages import says
-from training.options.schema import options_of
+from training.options.described import options_of
 
 RECIPES = ("grpo", "reinforce_pp", "multi_turn", "sft", "dpo", "reward_model", "openrlhf_ppo", "verl_ppo")
 

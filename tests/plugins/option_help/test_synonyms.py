@@ -16,7 +16,8 @@ from tests.messages import says
 from tests.recipe_copies import RECIPES
 from training.options.adapter import WrittenOption
 from training.options.config import Vocabulary, load_config
-from training.options.schema import ConfigError, fields_of, options_of
+from training.options.described import options_of
+from training.options.schema import ConfigError, fields_of
 
 ROOT = Path(__file__).parents[3]
 

@@ -132,21 +132,6 @@ def test_a_state_moves_between_a_tensor_mesh_and_one_process(models: Path, ranks
                 torch.testing.assert_close(record["after"][name], weight, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("settings", "facts"),
-    [
-        ({"engine": "deepspeed"}, ["parallel.context=2", "engine=deepspeed", "train.engine=fsdp"]),
-        ({"packing": False}, ["parallel.context=2", "packing=False"]),
-        ({"context": 0}, ["context=0", 1]),
-        ({"context": 1, "tensor": 2, "engine": "deepspeed"}, ["parallel.tensor=2", "train.engine=fsdp"]),
-        ({"context": 1, "tensor": 0}, ["tensor=0", 1]),
-    ],
-)
-def test_models_without_context_parallelism_are_refused_by_name(settings: dict[str, Any], facts: list[object]) -> None:
-    with pytest.raises(ValueError, match=says(*facts)):
-        TrainConfig(**({"engine": "fsdp", "zero_stage": 2, "context": 2} | settings))
-
-
 def test_indivisible_ranks_are_refused_and_the_plan_divides_activations() -> None:
     config = TrainConfig(engine="fsdp", zero_stage=3, context=2)
     with pytest.raises(ValueError, match=says("parallel.context=2", "3 ranks")):

@@ -113,20 +113,6 @@ def config(expert: int, **settings: Any) -> TrainConfig:
     return TrainConfig(**({"engine": "fsdp", "zero_stage": 2, "expert": expert} | settings))
 
 
-@pytest.mark.parametrize(
-    ("settings", "facts"),
-    [
-        ({"engine": "deepspeed"}, ["parallel.expert=2", "engine=deepspeed", "train.engine=fsdp"]),
-        ({"expert": 0}, ["expert=0", 1]),
-        ({"lora_rank": 2}, ["parallel.expert=2", "lora_rank=2"]),
-        ({"tensor": 2}, ["parallel.tensor=2", "parallel.expert=2"]),
-    ],
-)
-def test_settings_without_expert_parallelism_are_refused_by_name(settings: dict[str, Any], facts: list[object]) -> None:
-    with pytest.raises(ValueError, match=says(*facts)):
-        config(**({"expert": 2} | settings))
-
-
 def test_a_plan_refuses_indivisible_ranks_and_experts() -> None:
     with pytest.raises(ValueError, match=says("parallel.expert=2", "3 ranks")):
         config(2).data_ranks(3)

@@ -12,9 +12,10 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3Fo
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from components.batch import Batch
-from components.models.causal import state_values, token_logprobs
+from components.models.causal import token_logprobs
 from components.models.loading import load_policy
 from components.models.routers import find_routers
+from components.models.state_values import state_values
 from components.models.value_model import load_value_model
 from components.rl.aggregation import LossOutput, Totals
 from components.train.config import TrainConfig

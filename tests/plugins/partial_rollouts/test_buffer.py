@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from components.batch import Batch
 from components.generate.sampler import Collected
 from plugins.partial_rollouts.buffer import PartialRolloutBuffer
-from training.run.queue import RolloutQueue
+from training.run.queue import open_queue
 
 SAMPLES = 2
 
@@ -232,7 +232,7 @@ def test_each_prompt_is_trained_on_once_within_the_staleness_limit_despite_failu
             return groups.fill(step, count, (steps - step + 1) * count)
 
         sources = {"groups": groups, "prompts": Taken(engines)}
-        stream = RolloutQueue(generate, steps, most_ahead, sources=sources)
+        stream = open_queue(generate, steps, most_ahead, sources=sources)
         stream.load_state_dict(states["stream"])
         killed = data.draw(st.integers(done + 1, steps))
         for batch in stream:

@@ -12,11 +12,12 @@ import pytest
 
 from core import Job, RLJobBuilder
 from core.placement import detect_devices
+from plugins.assumed_machines.machines import Machines, assuming
 from plugins.plan.capacity import Capacity
 from tests.messages import says
 from tests.model_folders import folder_of
 from training.launch.launch import threads_each
-from training.launch.machines import Machines, assumed, assuming
+from training.launch.machines import assumed
 from training.launch.node_layout import node_lines, nodes_of
 from training.options.placement_options import PlacementOptions
 
@@ -54,28 +55,6 @@ def spread(*roles: tuple[str, int, int, float], nodes: int = 2, collocated: tupl
     if collocated:
         builder.with_collocation(*collocated)
     return builder.build()
-
-
-@pytest.mark.parametrize(
-    ("written", "machines"),
-    [
-        ("8", Machines(8)),
-        ("8x2", Machines(8, 2)),
-        ("8x2x80GB", Machines(8, 2, 80 * GB)),
-        ("4x141gb", Machines(4, None, 141 * GB)),
-        ("0x3", Machines(0, 3)),
-        ("8x2x80GBx1000GB", Machines(8, 2, 80 * GB, 1000 * GB)),
-        ("0x2x64GB", Machines(0, 2, None, 64 * GB)),
-    ],
-)
-def test_assume_devices_has_gpus_per_machine_machines_and_memory(written: str, machines: Machines) -> None:
-    assert Machines.parse(written) == machines
-
-
-@pytest.mark.parametrize("written", ["", "8x0", "two", "8x2x80", "8x2x80GBx1", "0x1x2GBx3GBx4GB", "-1x2"])
-def test_an_invalid_value_of_assume_devices_is_refused(written: str) -> None:
-    with pytest.raises(ValueError, match=says("assume_devices", "8x2", "8x2x80GB")):
-        Machines.parse(written)
 
 
 def test_all_queries_of_the_machine_return_the_assumed_ones(eight_by_two: None) -> None:

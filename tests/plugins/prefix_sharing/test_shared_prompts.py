@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from components.batch import Batch
 from components.models import causal
-from components.models.causal import state_values, token_logprobs, token_values
+from components.models.causal import token_logprobs
 from components.models.loading import load_policy
 from components.models.packing.layout import END_TO_END, layout_of, set_layout
 from components.models.packing.packed_model import packed_inputs
 from components.models.packing.packed_row import PackedRow
+from components.models.state_values import state_values, token_values
 from components.models.value_model import load_value_model
 from plugins.prefix_sharing import shared_prompts
 from plugins.prefix_sharing.shared_prompts import (

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from components.process.child_process import load_file
+from components.process.code_files import load_file
 from components.rewards.base import Columns, check_reward
 from components.rewards.errors import RewardError
 from components.rewards.files import reward_function

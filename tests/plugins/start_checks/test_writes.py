@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from plugins.start_checks.writes import check_writes
+from plugins.start_checks.writes import check_writes, try_write
 from recipes.grpo.config import GRPOConfig
 from recipes.grpo.main import read_config
 from tests.chat_models import chat_model
@@ -105,5 +105,5 @@ def test_a_folder_for_the_export_that_cannot_be_written_to_is_refused(tmp_path: 
 def test_the_trial_reports_a_name_that_is_too_long(tmp_path: Path) -> None:
     box = Checkpoints(tmp_path / "c")
     with pytest.raises(ValueError, match=says("trial export", box.folder, "File name too long")):
-        box.try_write(lambda folder: (folder / ("x" * 300)).mkdir())
+        try_write(box, lambda folder: (folder / ("x" * 300)).mkdir())
     assert not list(box.folder.iterdir())

@@ -194,7 +194,7 @@ def test_an_engine_uses_a_sent_version_or_requests_it(
     for each in (engine, late):
         assert completions(each.generate(some_prompts(), sampling)) == expected
         assert each.weight_version == 4
-    monkeypatch.setattr("components.weights.digest.compare_digests", lambda *_: ["damaged"])
+    monkeypatch.setattr("plugins.weights_verify.verify.compare_digests", lambda *_: ["damaged"])
     send(5, tied_model)
     assert not engine.has_weights
     with pytest.raises(RuntimeError, match=says("version 5", "damaged")):

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from components import registry
 from core import JobBuilder
 from plugins.resume.continuation import continued_run
 from tests.messages import says
 from tests.training.run.checkpoint_steps import save
-from training.launch.launch import missing_defaults, run_job, threads_each, threads_text
+from training.launch.launch import GUARDS, missing_defaults, run_job, threads_each, threads_text
 from training.options.checkpoint_options import CheckpointOptions
 from training.options.model_options import ModelOptions
 from training.options.supervised_options import ExampleOptions, SupervisedOptions
@@ -112,5 +113,16 @@ def test_exit_code_summary_and_last_line_agree_on_the_end_of_a_job(
 def test_missing_capabilities_are_listed_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing_defaults() == []
     monkeypatch.setattr("training.launch.launch.names", lambda kind: ["monitoring"] if kind == "run observer" else [])
-    (line,) = missing_defaults()
-    assert "alarms, live view, report" in line
+    *_, line = missing_defaults()
+    assert "alarms, live view, report, utilisation of GPUs" in line
+
+
+@pytest.mark.parametrize("plugin", GUARDS)
+def test_each_missing_guard_is_reported_in_its_own_line(plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, effect = GUARDS[plugin]
+    # The registry has an entry of this kind, and of no other folder than the plug-in's.
+    assert [entry.package for (of_kind, _), entry in registry._provided().items() if of_kind == kind] == (
+        [f"plugins.{plugin}"] * len(registry.names(kind))
+    )
+    monkeypatch.setattr("training.launch.launch.names", lambda of: [] if of == kind else registry.names(of))
+    assert missing_defaults() == [f"plug-in {plugin} is missing: {effect}"]

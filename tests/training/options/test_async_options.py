@@ -31,33 +31,9 @@ def test_the_maximum_staleness_is_the_queue_size_plus_1_with_partial_rollouts() 
     assert AsyncOptions(**partial, in_flight_prompts=3).most_stale == 3
 
 
-def faults_of(options: AsyncOptions, colocated: bool, backend: str) -> list[str]:
-    """Return the faults of these options in a run with four prompts per step."""
-    return list(options.faults_beside(colocated, backend, 4, "placement.colocate=false"))
-
-
-def test_concurrent_generation_and_training_need_separate_devices_and_processes() -> None:
-    ahead = AsyncOptions(enabled=True)
-    assert faults_of(ahead, False, "ray") == []
-    (fault,) = faults_of(ahead, True, "ray")
-    assert re.search(says("placement.colocate=false"), fault)
-    (fault,) = faults_of(ahead, False, "local")
-    assert re.search(says("backend=local", "backend=ray"), fault)
-    # Without a queue the roles work in turn, as without the option.
-    assert faults_of(AsyncOptions(enabled=True, queue_size=0), True, "local") == []
-
-
 def test_training_on_stale_responses_without_a_correction_gives_a_note() -> None:
     ahead = AsyncOptions(enabled=True, queue_size=2)
     (note,) = ahead.notes("correction=tis", False)
     assert re.search(says(" 2 ", "correction=tis"), note)
     assert ahead.notes("correction=tis", True) == []
     assert AsyncOptions(enabled=True, queue_size=0).notes("correction=tis", False) == []
-
-
-@pytest.mark.parametrize(("count", "fits"), [(4, False), (5, True), (8, True), (9, False)])
-def test_prompts_in_flight_exceed_one_step_and_are_at_most_two(count: int, fits: bool) -> None:
-    options = AsyncOptions(enabled=True, partial_rollout=True, in_flight_prompts=count)
-    faults = faults_of(options, False, "ray")
-    assert len(faults) == (0 if fits else 1)
-    assert all(re.search(says(f"in_flight_prompts={count}", 5, 8, "4 prompts"), fault) for fault in faults)

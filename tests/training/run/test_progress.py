@@ -21,7 +21,7 @@ from tests.messages import says
 from training.run.checkpoint import CheckpointError, Checkpoints
 from training.run.phase_clock import PhaseClock
 from training.run.progress import Progress, RunCheckpoints
-from training.run.queue import RolloutQueue
+from training.run.queue import open_queue
 
 
 class FakeTime:
@@ -130,7 +130,7 @@ def test_asynchronous_generation_has_separate_phases_of_both_threads() -> None:
         with clock.phase("generate"):
             return step
 
-    for _ in RolloutQueue(generate, 2, 1, clock=clock):
+    for _ in open_queue(generate, 2, 1, clock=clock):
         with clock.phase("train"):
             pass
         times = clock.take()
@@ -148,7 +148,7 @@ class Box:
         self.said: list[str] = []
         self.written: list[str] = []
         self.fault: OSError | None = None
-        self.stream = RolloutQueue(lambda step: step, steps)
+        self.stream = open_queue(lambda step: step, steps)
         self.progress = Progress()
         self.checkpoints = RunCheckpoints(
             store=Checkpoints(folder),
@@ -294,7 +294,7 @@ class Ahead:
         self.prompts, self.begun, self.go_on = Counter(), threading.Event(), threading.Event()
         self.halt = halt
         all_sources = {"prompts": self.prompts, **sources}
-        self.stream = RolloutQueue(self.generate, 5, 2, sources=all_sources, metrics=lambda: {"nan": math.nan})
+        self.stream = open_queue(self.generate, 5, 2, sources=all_sources, metrics=lambda: {"nan": math.nan})
         self.said: list[str] = []
         self.checkpoints = RunCheckpoints(
             store=Checkpoints(folder),

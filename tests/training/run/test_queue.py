@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.run.phase_clock import PhaseClock
-from training.run.queue import RolloutQueue
+from training.run.queue import RolloutQueue, open_queue
 
 SECONDS = 100
 """Seconds after which an event that never occurs counts as hung."""
@@ -26,17 +26,17 @@ def test_without_a_queue_each_batch_is_generated_on_request() -> None:
         made.append(step)
         return f"batch {step}"
 
-    stream = RolloutQueue(generate, steps=3)
+    stream = open_queue(generate, steps=3)
     seen = [(batch, stream.step, list(made)) for batch in stream]
     assert seen == [("batch 1", 1, [1]), ("batch 2", 2, [1, 2]), ("batch 3", 3, [1, 2, 3])]
     assert list(stream) == []
 
 
 def test_a_state_saved_in_the_loop_body_resumes_with_the_next_step() -> None:
-    stream = RolloutQueue(lambda step: step, steps=4)
+    stream = open_queue(lambda step: step, steps=4)
     states = [stream.state_dict() for _ in stream]
     assert states[1] == {"step": 2}
-    resumed = RolloutQueue(lambda step: step, steps=4)
+    resumed = open_queue(lambda step: step, steps=4)
     resumed.load_state_dict(states[1])
     assert len(resumed) == 2
     assert list(resumed) == [3, 4]
@@ -52,7 +52,7 @@ def test_a_failed_generation_is_retried_after_the_earlier_steps(queue_size: int)
             raise RuntimeError("engine lost")
         return step
 
-    stream = RolloutQueue(generate, 3, queue_size)
+    stream = open_queue(generate, 3, queue_size)
     batches = iter(stream)
     assert next(batches) == 1
     with pytest.raises(RuntimeError, match="engine lost"):
@@ -63,11 +63,11 @@ def test_a_failed_generation_is_retried_after_the_earlier_steps(queue_size: int)
 
 @pytest.mark.parametrize("queue_size", [0, 1, 3])
 def test_the_stream_ends_with_the_data_and_after_a_stop_steps_remain(queue_size: int) -> None:
-    ended = RolloutQueue(lambda step: step if step < 3 else None, 5, queue_size)
+    ended = open_queue(lambda step: step if step < 3 else None, 5, queue_size)
     assert list(ended) == [1, 2]
     assert (ended.step, len(ended)) == (2, 0)
     drawn_steps: list[int] = []
-    stopped = RolloutQueue(
+    stopped = open_queue(
         lambda step: drawn_steps.append(step) if step == 3 else step, 5, stopped=lambda: 3 in drawn_steps
     )
     assert list(stopped) == [1, 2]
@@ -113,7 +113,7 @@ class Prompts:
 
 
 def ahead(prompts: Prompts, steps: int, queue_size: int, **options: Any) -> RolloutQueue[list[int]]:
-    return RolloutQueue(prompts.generate, steps, queue_size, sources={"prompts": prompts}, **options)
+    return open_queue(prompts.generate, steps, queue_size, sources={"prompts": prompts}, **options)
 
 
 @pytest.mark.parametrize("queue_size", [1, 2])
@@ -141,7 +141,7 @@ def test_queued_batches_and_metrics_equal_those_without_a_queue() -> None:
 
 def test_the_generation_thread_has_the_context_variables_of_the_loop() -> None:
     job = contextvars.ContextVar("job", default="none")
-    stream = RolloutQueue(lambda step: (threading.current_thread() is threading.main_thread(), job.get()), 1, 1)
+    stream = open_queue(lambda step: (threading.current_thread() is threading.main_thread(), job.get()), 1, 1)
     job.set("mine")
     assert list(stream) == [(False, "mine")]
 
@@ -164,8 +164,8 @@ def test_leaving_the_loop_ends_the_thread_and_keeps_its_batches_for_later() -> N
 def test_a_hanging_generation_does_not_keep_the_process_alive() -> None:
     program = """
 import threading
-from training.run.queue import RolloutQueue
-for batch in RolloutQueue(lambda step: threading.Event().wait() if step == 2 else "batch", 3, 1):
+from training.run.queue import open_queue
+for batch in open_queue(lambda step: threading.Event().wait() if step == 2 else "batch", 3, 1):
     break
 print(batch)
 """
@@ -194,7 +194,7 @@ def test_generation_is_cancelled_only_if_the_run_stops(queue_size: int) -> None:
         signals.append(stream.ending)
         return step
 
-    stream = RolloutQueue(generate, 3, queue_size, stop.is_set)
+    stream = open_queue(generate, 3, queue_size, stop.is_set)
     for step in stream:
         if step == 1:
             break
@@ -220,7 +220,7 @@ def test_a_stop_during_the_wait_keeps_the_arriving_batch_in_the_queue() -> None:
         stop.set()
         return step
 
-    stream = RolloutQueue(generate, 3, 1, stop.is_set, clock=Clock())
+    stream = open_queue(generate, 3, 1, stop.is_set, clock=Clock())
     assert list(stream) == []
     assert (stream.step, stream.queued, len(stream)) == (0, 1, 3)
 
@@ -235,7 +235,7 @@ def test_an_error_during_the_stop_of_a_run_is_raised() -> None:
             raise RuntimeError("engine lost")
         return step
 
-    batches = iter(RolloutQueue(generate, 3, 1, stop.is_set))
+    batches = iter(open_queue(generate, 3, 1, stop.is_set))
     assert next(batches) == 1
     assert begun.wait(SECONDS)
     stop.set()
@@ -250,7 +250,7 @@ def test_a_generation_cancelled_by_a_stop_is_repeated_with_the_same_prompts() ->
         batch = prompts.generate(step)
         return None if stream.ending else batch
 
-    stream = RolloutQueue(generate, 4, 1, stop.is_set, sources={"prompts": prompts})
+    stream = open_queue(generate, 4, 1, stop.is_set, sources={"prompts": prompts})
     for _ in stream:
         prompts.until(2)
         stop.set()
@@ -318,7 +318,7 @@ def test_a_failed_generation_does_not_change_the_state(queue_size: int) -> None:
             raise RuntimeError("no rewards")
         return batch
 
-    stream = RolloutQueue(generate, 4, queue_size, sources={"prompts": prompts})
+    stream = open_queue(generate, 4, queue_size, sources={"prompts": prompts})
     trained: list[list[int]] = []
     with pytest.raises(RuntimeError, match="no rewards"):
         trained.extend(stream)

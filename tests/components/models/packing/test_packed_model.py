@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from components import registry
 from components.batch import Batch
-from components.models.causal import state_values, token_logprobs, token_values
+from components.models.causal import token_logprobs
 from components.models.loading import load_policy
 from components.models.packing import packed_model as packing
 from components.models.packing.layout import END_TO_END, layout_of, packs
 from components.models.packing.packed_model import packed_inputs
 from components.models.packing.packed_row import PackedRow
+from components.models.state_values import state_values, token_values
 from components.models.value_model import load_value_model
 from tests.components.helpers import packing_cases
 from tests.components.helpers.ranks import run_ranks

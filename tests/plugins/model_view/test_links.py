@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from components.models.end_tokens import end_tokens_of
 from plugins.demo.tasks import get_task
 from plugins.demo.tiny_model import task_tokenizer, tiny_model
+from plugins.model_view.links import model_view
 from tests.messages import says
-from training.launch.model_folder import model_view
 from training.options.model_options import ModelOptions
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from components.net.hub import find_model
+from components.registry import load
 
 FILE_PATTERNS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "added_tokens.json", "chat_template*")
 """Glob patterns of the files of a tokenizer."""
@@ -57,11 +58,11 @@ def model_view(
     settings = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(overrides)
     (folder / "config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
     if chat_template:
-        from components.data.text import read_template
-
         template = folder / "chat_template.jinja"
         template.unlink(missing_ok=True)
-        template.write_text(read_template(chat_template), encoding="utf-8")
+        template.write_text(
+            load("chat template", "checked", "model.chat_template=...")(chat_template), encoding="utf-8"
+        )
     return str(folder)
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from components.models.packing.layout import ComputedTokens
-from components.train.utilisation import peak_flops, power_watts, training_flops
+from plugins.utilisation.utilisation import peak_flops, power_watts, training_flops
 
 COMPUTED = ComputedTokens(places=8, pairs=9 + 25)
 """Two sequences, of 3 and 5 tokens."""

@@ -1,0 +1,3 @@
+"""Rows of several data sources, drawn with a probability for each."""
+
+PROVIDES = {"data mixture": {"probabilities": "interleave:mixer"}}
