@@ -1,7 +1,7 @@
 """Trial of an agent before a run starts: the first call of an episode, with rows of the data.
 
-Rewards have the same in plugins/reward_trial. A label that an environment cannot read, a column that the
-data lack, and a prompt that has been through the chat template already are found here, and not once models are loaded.
+plugins/reward_trial does the same for rewards. The trial finds a label that the environment cannot read, a missing
+column, and a prompt to which the chat template was already applied, before any model is loaded.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def try_agent(
     notes = list[str]()
     try:
         with AgentTrial(str(agent.func_path), agent.arguments) as trial:
-            # An executor with its own `execute` makes no call that is possible without the policy.
+            # An executor with its own `execute` has no call that is possible without the policy.
             if not trial.first_call:
                 return [_untried(option, data)]
             for part, some in rows.items():

@@ -130,7 +130,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], skip_speci
 
 @lru_cache(maxsize=16)
 def _special(encoder: TextEncoder) -> dict[int, str]:
-    """Return id -> text of the special tokens. Added tokens that are ordinary text, such as `<tool_call>`, are none."""
+    """Return id -> text of the special tokens, without added tokens that are ordinary text, such as `<tool_call>`."""
     tokenizer: Any = encoder.tokenizer
     added = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))

@@ -285,7 +285,7 @@ def open_runner(
     if agent.func_path is not None:
         executor = load_agent(agent.func_path, agent.arguments)
     else:
-        # Single turns wait for nothing but the engine, so a lower concurrency would only leave it idle.
+        # Single turns only wait for the engine, so a lower concurrency would leave it idle.
         agent = dataclasses.replace(agent, concurrency=max(agent.concurrency, engine.max_num_seqs))
     loop_runner = asyncio.Runner()
     opened = loop_runner.run(open_async_engine(model_path, engine))

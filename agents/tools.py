@@ -246,7 +246,8 @@ class ToolAgentInstance(TextEnvironment):
     def __init__(self) -> None:
         tools = [tool if isinstance(tool, Tool) else Tool.of(tool) for tool in self.tools]
         self._tools = {tool.name: tool for tool in tools}
-        self._logs = {"tool_calls": 0, "tool_errors": 0}  # for a subclass whose `reset` does not call this class's
+        # for subclasses whose `reset` does not call the one of this class
+        self._logs = {"tool_calls": 0, "tool_errors": 0}
 
     @abstractmethod
     async def score(self, answer: str, label: Any) -> float:

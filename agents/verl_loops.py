@@ -104,7 +104,7 @@ class AgentLoopBase:
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any, **kwargs: Any) -> None:  # noqa: ARG003 - verl's signature
-        """Prepare what all loops of the class share."""
+        """Prepare the state that all loops of the class share."""
         cls._class_initialized = True
 
     async def process_vision_info(self, messages: list[dict[str, Any]]) -> dict[str, Any]:  # noqa: ARG002
@@ -185,7 +185,7 @@ class Draw:
 
     prompt: list[int]
     drawn: Generation
-    """Tokens that the loop was given."""
+    """Number of tokens that the loop was given."""
 
 
 class ServerManager:
@@ -325,7 +325,7 @@ def fill(episode: Episode, response: Sequence[int], mask: Sequence[int], draws: 
         if not mask[done]:
             episode.observe(response[done:end])
             continue
-        # Several draws may have the same prompt, and only one of them continues as the response does.
+        # Several generations may have the same prompt. Only one of them continues with the tokens of the response.
         part = max((_common(episode.tokens, response[done:end], draw) for draw in draws), key=_length, default=None)
         if part is None or not part.tokens:
             raise ValueError(

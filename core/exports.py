@@ -43,7 +43,7 @@ class NdDispatch:
 
 
 def nd_compute(mesh: str) -> NdDispatch:
-    """Return a dispatch mode that splits over the data-parallel ranks of a mesh and joins the results.
+    """Return a dispatch mode that splits arguments over the data-parallel ranks of a mesh and joins the results.
 
     Each worker registers its position with `register_mesh`. Workers of one data-parallel rank (tensor or sequence
     parallel peers) get the same chunk, which is stored once. The result of a data-parallel rank is the one of its

@@ -154,7 +154,7 @@ class Transport(ABC):
 
     async def ready(self, references: Sequence[Any]) -> None:  # noqa: ARG002
         """Wait until all references are ready, without blocking a thread."""
-        await asyncio.sleep(0)  # else a coroutine that only awaits local calls would starve the event loop
+        await asyncio.sleep(0)  # otherwise a coroutine that only awaits local calls would block the event loop
 
     def outcome(self, reference: Any) -> Outcome:
         """Return the outcome of a ready reference."""

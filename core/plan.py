@@ -23,7 +23,7 @@ class Resource(BaseModel):
     accelerator: float = Field(default=0.0, ge=0)
     """Number of devices, or a share of one. Ignored unless the job's device type is GPU."""
     memory: int = Field(default=0, ge=0)
-    """Memory to reserve in MB. 0 reserves none."""
+    """Memory to reserve in MB. 0 reserves no memory."""
     custom: dict[str, float] = {}
     """Custom resources, by the names with which the nodes of the cluster were started, or `node:<ip>`."""
 

@@ -79,8 +79,8 @@ class PrintedLines:
         if self._log is not None:
             self._log.write(text)
         caller = sys._getframe(1)
-        # Ray replaces `print` by its own function once its progress bars were used in the process. Then the caller is
-        # one frame further up, and would be taken for a library.
+        # Once Ray's progress bars were used in the process, Ray replaces `print` by its own function. The caller is
+        # then one frame further up. Otherwise the frame of Ray would be taken for the caller.
         if caller.f_code.co_filename.endswith("tqdm_ray.py") and caller.f_back is not None:
             caller = caller.f_back
         if is_library(caller.f_code.co_filename):

@@ -50,7 +50,8 @@ class RoleGroup(Generic[W]):
     """
 
     if TYPE_CHECKING:
-        # Read from the class, a decorated method has the return type of the group call; see `invocation.Exported`.
+        # When a decorated method is read from the class, it has the return type of the group call; see
+        # `invocation.Exported`.
         def __get__(self, instance: Any, owner: Any) -> type[W]: ...
         def __set__(self, instance: Any, value: "RoleGroup[W] | None") -> None: ...
 
@@ -211,7 +212,7 @@ class RoleGroup(Generic[W]):
         export = self._entry.exports.get(name)
         if export is None and self._entry.members:
             raise AttributeError(self._unknown(name, list(self._entry.exports)))
-        return export or Export(name)  # the group is empty, so that nothing is called
+        return export or Export(name)  # the group is empty, so nothing is called
 
     def _unknown(self, name: str, known: list[str]) -> str:
         listed = ", ".join(sorted(known)) or "nothing"
@@ -240,7 +241,7 @@ class RoleGroup(Generic[W]):
             ValueError: `needs_all` is True and there are fewer items than workers.
         """
         name = f"{self._role}.{export.name}"
-        # Arguments that are sent whole stay marked as such: a list among them would be split.
+        # Arguments that are sent whole stay marked. Otherwise a list among them would be split.
         args, kwargs = _each(share, lambda v: v if is_splittable(v) else Replicated(self._reference(v, workers)))
         chunks, length = shard_arguments(args, kwargs, workers, name)
         if needs_all and length < workers:

@@ -22,7 +22,7 @@ class Role(StrEnum):
     REWARD = "REWARD"
     REFERENCE = "REFERENCE"
 
-    __repr__ = str.__repr__  # else lists of roles in messages would read [<Role.ACTOR: 'ACTOR'>, ...]
+    __repr__ = str.__repr__  # otherwise lists of roles in messages would contain [<Role.ACTOR: 'ACTOR'>, ...]
 
     @classmethod
     def _missing_(cls, value: object) -> "Role":

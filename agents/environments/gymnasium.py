@@ -89,6 +89,6 @@ class AgentInstance(TextEnvironment):
 
 
 def _in_brackets(coloured: re.Match[str]) -> str:
-    """Replace a colour by brackets. A background colour marks the player, the others are those of Taxi."""
+    """Replace a colour by brackets. A background colour marks the player; other colours mark places of Taxi."""
     left, right = {"34;1": "<>", "35": "()"}.get(coloured[1], "[]")
     return f"{left}{coloured[2]}{right}"

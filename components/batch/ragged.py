@@ -155,7 +155,7 @@ def balanced_shares(lengths_B: Tensor, n: int, attention: float = 0.0) -> list[T
     for i in torch.argsort(lengths_B, descending=True, stable=True).tolist():
         cost, rank = heapq.heappop(lightest_first)
         while len(shares[rank]) == base and with_one_more == 0:
-            cost, rank = heapq.heappop(lightest_first)  # a full rank is dropped from the heap for good
+            cost, rank = heapq.heappop(lightest_first)  # a full rank is dropped from the heap and not returned to it
         with_one_more -= len(shares[rank]) == base
         shares[rank].append(i)
         if len(shares[rank]) <= base:

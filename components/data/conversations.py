@@ -28,7 +28,7 @@ SHAREGPT_ROLES = {
 }
 """Speaker of a ShareGPT turn (`from`) -> role of the chat message."""
 CALLS = ("function_call", "tool_call")
-"""Speakers of ShareGPT turns whose value is the JSON text of a call or of a list of calls."""
+"""Speakers of ShareGPT turns whose value is the JSON text of a tool call or of a list of tool calls."""
 
 
 def read_messages(value: object) -> list[dict[str, Any]] | None:

@@ -8,7 +8,7 @@ from typing import Any
 from components.data.messages import are_messages
 
 SEARCHED_ROWS = 10_000
-"""Number of rows among which those of a trial are looked for."""
+"""Number of rows that are searched for the rows of a trial."""
 MOST_KINDS = 8
 """Maximum number of kinds of rows that are tried."""
 ROWS_OF_A_KIND = 3

@@ -68,11 +68,11 @@ class RolloutConfig(Checked):
     """
 
     NAME: ClassVar[str] = ""
-    """Name of the engine, as `rollout.engine` takes it."""
+    """Name of the engine, a value of `rollout.engine`."""
     TITLE: ClassVar[str] = ""
     """Name of the library in messages."""
     PACKAGE: ClassVar[str] = ""
-    """Import name of the library that the engine needs. Empty: none."""
+    """Import name of the library that the engine needs, or empty."""
     INSTALL: ClassVar[str] = ""
     """Command that installs the library."""
 

@@ -95,7 +95,7 @@ class HFRolloutEngine(RolloutEngine):
         """
         super().__init__()
         self.config = config or HFRolloutConfig()
-        # With its index, because the engine may run in another thread, whose current device may be another.
+        # With its index, because the engine may run in another thread with another current device.
         self.device = compute_device()
         self.model: Any = load_policy(model_path, dtype=self.config.weights_dtype).eval().requires_grad_(False)
         round_products(self.model, self.config.precision)

@@ -21,9 +21,10 @@ class PagedRolloutConfig(RolloutConfig):
     max_num_seqs: Count = 256
     tensor_parallel_size: Count = 1
     """Tensor-parallel degree: number of GPUs over which the weights of one engine are split. On a CPU: number of
-    processes, each with a core of its own."""
+    processes, each with its own core.
+    """
     gpu_memory_utilization: ShareAboveZero = 0.9
-    """Share of a GPU's memory that the weights and the cache may take. Unused on a CPU."""
+    """Share of a GPU's memory for the weights and the cache. Unused on a CPU."""
     cpu_cache_gb: Positive = 1.0
     """Size of the key-value cache on a CPU, in GiB. Unused on a GPU."""
     enforce_eager: bool = False

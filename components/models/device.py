@@ -47,7 +47,7 @@ def _why_none() -> str:
         return "it is a build for CPUs alone; install one for this machine's driver"
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # a driver that is too old or not there, says the text
+    except (RuntimeError, AssertionError) as error:  # the text names a driver that is too old or missing
         return str(error).strip().splitlines()[0]
     return "the driver shows no device"
 

@@ -11,7 +11,7 @@ from torch import nn
 # Options of mallopt, by their numbers in malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _SMALL = 2**25
-"""Maximum number of parameters of a model whose freed memory is kept."""
+"""Maximum number of parameters for which freed memory is kept."""
 
 
 def keep_freed_memory(model: nn.Module) -> None:

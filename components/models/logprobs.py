@@ -78,7 +78,7 @@ def read_logits(
 
 
 class PartialRows(NamedTuple):
-    """Rows of which this rank has the logits of a part of the vocabulary."""
+    """Rows for which this rank has the logits of a part of the vocabulary."""
 
     has_label_N: Tensor
     """[N] bool, True if the label is in this rank's part."""

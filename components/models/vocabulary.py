@@ -20,7 +20,7 @@ _MARK = "vocabulary"
 
 
 class Vocabulary:
-    """Vocabulary of which this rank has all logits."""
+    """Vocabulary for which this rank has all logits."""
 
     @contextmanager
     def weights(self, head: nn.Linear) -> Iterator[tuple[Tensor, Tensor | None]]:

@@ -35,7 +35,7 @@ class Reply:
     """Status code."""
     headers: httpx.Headers
     packed: bytes
-    """Body as it was sent."""
+    """Body as received."""
 
     def body(self) -> bytes:
         """Return the decompressed body.

@@ -1,10 +1,9 @@
-"""Advantages of tokens: returns along each sequence, and the scaling of all of them.
+"""Advantages of tokens: returns along each sequence, and normalisation over all sequences.
 
-B sequences; N all tokens of a batch end to end; U turns: unbroken runs of tokens that the policy produced.
+B sequences; N all tokens of a batch end to end; U turns: consecutive tokens that the policy produced.
 
-`turn_advantages` compares the turns of the responses to one prompt. `whiten` needs all of a step's responses at once:
-given a rank's share it computes something else. REINFORCE++ is `whiten(discounted_returns(...))`, its baseline variant
-the same after `advantages.group_mean_baseline`.
+`turn_advantages` compares the turns of the responses to one prompt. `whiten` needs all responses of a step at once:
+with the responses of one rank it gives another result.
 """
 
 from collections.abc import Callable

@@ -35,7 +35,7 @@ class Adapters(Protocol):
     def merged(
         self, frozen: Iterable[tuple[str, Tensor]], trained: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of the equivalent model without adapters, into which the adapters are merged.
+        """Yield the weights of the equivalent model without adapters: the adapters are merged into the weights.
 
         Args:
             frozen: whole frozen parameters by their names in the model. Empty on ranks other than 0.

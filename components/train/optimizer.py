@@ -28,6 +28,6 @@ def _parameter_groups(model: nn.Module, weight_decay: float, is_for_all: bool) -
     # DeepSpeed's ZeRO 3 flattens parameters, and keeps their original shape in `ds_shape`.
     matrices = [parameter for parameter in parameters if len(getattr(parameter, "ds_shape", parameter.shape)) > 1]
     vectors = [parameter for parameter in parameters if len(getattr(parameter, "ds_shape", parameter.shape)) <= 1]
-    # Vectors are exempt from weight decay. A model may have none, and its group is left out then.
+    # Vectors have no weight decay. A model without vectors has no such group.
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

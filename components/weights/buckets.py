@@ -1,4 +1,4 @@
-"""Buckets: many tensors in one flat buffer of bytes, with a table of what lies where."""
+"""Buckets: many tensors in one flat buffer of bytes, with a table of their positions."""
 
 from __future__ import annotations
 

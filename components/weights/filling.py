@@ -50,7 +50,9 @@ class BucketFiller(ABC):
         self._buckets = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self.device = device
         self.start = WHOLE
-        """Index of the first element in the bucket, if it contains a slice of the tensor in `pieces`, else `WHOLE`."""
+        """Index of the first element of the slice in the bucket, if it contains a slice of a tensor in `pieces`, else
+        `WHOLE`.
+        """
         self.slot = 0
         """Index of the bucket that is filled next."""
         self.pieces: list[Piece] = []

@@ -245,8 +245,8 @@ def read_weights(
 
 
 def read_folder(handle: WeightHandle, timeout_seconds: float, *, writable: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a published version. They are mapped if the folder is on this machine, and fetched from the
-    publisher over the network otherwise. See `read_weights`.
+    """Yield the weights of a published version. They are mapped into memory if the folder is on this machine, and
+    fetched from the publisher over the network otherwise. See `read_weights`.
     """
     opened = _open(handle, False, timeout_seconds, writable)
     if isinstance(opened, RemoteVersion):

@@ -144,7 +144,8 @@ class SendingCarrier(FolderCarrier, ABC):
         """
         setting: dict[str, Any] = {"dtype": dtype, "with_digests": with_digests, "adapter_scale": adapter_scale}
         if again:
-            # Gathering is collective. All ranks decide alike, because each of them has published the same versions.
+            # Gathering is collective. All ranks take the same decision, because each of them has published the same
+            # versions.
             if self._repeated is None or self._repeated[0] != version:
                 if (publisher := self._sent_publisher) is not None:
                     publisher.drop_all()

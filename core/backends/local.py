@@ -102,7 +102,7 @@ class LocalBackend:
 
     def start(self, placement: Placement, placement_timeout: float, info: Callable[[str], None]) -> None:
         """Set the number of threads of the libraries to the largest number of any role."""
-        del placement_timeout, info  # nothing is reserved, so nothing is waited for
+        del placement_timeout, info  # nothing is reserved, so there is nothing to wait for
         self._before = _State()
         threads = max(threads_here(process.threads) for process in placement.hosts)
         os.environ["OMP_NUM_THREADS"] = str(threads)

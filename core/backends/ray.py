@@ -94,7 +94,8 @@ class RayTransport(Transport):
         if references:
             done, _ = await asyncio.wait([asyncio.wrap_future(reference.future()) for reference in references])
             for future in done:
-                future.exception()  # retrieved, else asyncio would log it as unhandled; `outcome` raises it
+                # retrieved, because asyncio would otherwise log it as unhandled; `outcome` raises it
+                future.exception()
 
     def values(self, references: Sequence[Any]) -> list[Any] | None:
         """Fetch all values with one request to Ray, or return None if they do not arrive within a moment."""

@@ -208,7 +208,8 @@ class BringUp:
             return
         missing = self._backend.room_missing()
         limit = self._job.placement_timeout
-        # The next report is at the limit if that comes before twice the time, so that the failure is not late.
+        # The next report is at the limit if the limit is closer than twice the elapsed time, so the failure is not
+        # late.
         self._report_at = limit if waited < limit < 2 * waited else 2 * waited
         names = ", ".join(process.plan.name for process in waiting[:3])
         if len(waiting) > 3:

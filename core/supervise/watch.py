@@ -94,7 +94,7 @@ class WatchedProcess:
         return f"{name} died: {self.lost}; last seen {status.doing} for {seconds:.0f} s{log}"
 
     def last_lines(self) -> str:
-        """Return the last lines of the process's log, or an empty string if it is not on this machine."""
+        """Return the last lines of the process's log, or an empty string if the log is on another machine."""
         if self.log_file is None:
             return ""
         with contextlib.suppress(OSError):

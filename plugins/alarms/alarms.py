@@ -340,7 +340,7 @@ NOT_A_NUMBER = Alarm(
     when="not finite",
     text="{names} is not a finite number",
     remedies=("look for extreme values in the rewards of this step (its rollouts are in the run's folder)", LOWER_RATE),
-    sounds=lambda _now, _first: False,  # `Alarms.look` raises it, as conditions are given finite metrics only
+    sounds=lambda _now, _first: False,  # `Alarms.look` raises this alarm, because conditions get only finite metrics
 )
 
 
@@ -459,7 +459,7 @@ class Alarms:
     def _is_wrong(self, alarm: Alarm, now: Numbers) -> bool:
         if alarm.watches not in now:
             return False
-        # A step without the alarm starts the count again, so that two bad steps far apart raise nothing.
+        # A step without the condition resets the count, so that two bad steps with others in between raise no alarm.
         count = 0
         if alarm.sounds(now, self._first):
             count = self._wrong.get(alarm.name, 0) + 1

@@ -21,7 +21,7 @@ class Machines:
     devices: int
     """Number of GPUs of each machine. 0 for machines without GPUs."""
     nodes: int | None = None
-    """Number of machines. None for as many as the run asks for."""
+    """Number of machines. None: as many as the run requests."""
     device_bytes: int | None = None
     """Memory of a GPU in bytes, or None if it is not known."""
     host_bytes: int | None = None

@@ -41,7 +41,7 @@ def template_text(chat_template: str) -> str:
     Raises:
         ValueError: the file cannot be read.
     """
-    # A template without a tag would give the same prompt for every row, so such a text is a path.
+    # Without a tag the template would give the same prompt for every row, so a text without one is a path.
     if not any(tag in chat_template for tag in ("{{", "{%")):
         file = Path(chat_template).expanduser()
         try:

@@ -56,10 +56,10 @@ class Domains:
     rows: Sequence[int]
 
     def chains(self) -> Iterator[list[Candidate]]:
-        """Yield lists of candidates. Of two lists the first is preferred, and within a list the memory decreases.
+        """Yield lists of candidates, from the most to the least preferred. Within a list the memory decreases.
 
-        Engines stay awake if anything fits with that, then activations are stored, then parameters stay gathered.
-        Lists with few rows of generation come last.
+        Engines stay awake if any candidate fits with awake engines. Next, activations are stored, then parameters stay
+        gathered. Lists with few rows of generation come last.
         """
         enough = [rows for rows in self.rows if rows >= ENOUGH_ROWS] or [self.rows[0]]
         for sleeps in self.sleeps:
@@ -97,7 +97,7 @@ def levels(tokens: Sequence[int], rows: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def token_domain(longest: int) -> list[int]:
-    """Return the numbers of tokens of a micro-batch that hold the longest sequence."""
+    """Return the possible numbers of tokens of a micro-batch that can hold the longest sequence."""
     larger = [number for number in TOKENS if number > longest]
     return list(dict.fromkeys([*larger, max(longest, TOKENS[-1])]))
 

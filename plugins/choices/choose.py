@@ -50,14 +50,14 @@ def choose(plan: Plan, requested: Any, replan: Callable[[Any], Plan]) -> Plan:
 
 
 def automatic_options(plan: Plan, requested: Any) -> list[str]:
-    """Return the names of the options that are left to the machine, and have an effect in this run."""
+    """Return the names of the options on `auto` that have an effect in this run."""
     config = plan.config
     names = [name for name in AUTOMATIC if _has(config, name) and value_of(requested, name) is None]
     engines = [use.config for use in plan.models if isinstance(use.config, PagedRolloutConfig)]
-    # Engines that cannot sleep, or have GPUs of their own, stay awake.
+    # Engines that cannot sleep, or have separate GPUs, stay awake.
     if not value_of(config, SLEEPS):
         names = [name for name in names if name != SLEEPS]
-    # An engine with GPUs of its own takes nearly all of their memory.
+    # An engine with separate GPUs uses nearly all of their memory.
     if not engines or not config.placement.shares_devices:
         names = [name for name in names if name != SHARE]
     return names

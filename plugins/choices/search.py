@@ -73,7 +73,7 @@ class Search:
     plan: Plan
     """Plan with the values that need the least memory."""
     requested: Any
-    """Configuration in which None stands for an automatic value."""
+    """Configuration in which None stands for an option to choose."""
     replan: Callable[[Any], Plan]
     names: Sequence[str]
     """Options to choose."""

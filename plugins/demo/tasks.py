@@ -264,7 +264,7 @@ class WordTask(Task):
         sums, _, answer = label.partition(" #### ")
         has_sums = rng.random() < self.reasoning_share
         is_marked = rng.random() < self.marking_share
-        # If nothing stood in place of the mark, a first digit could begin a sum or be the answer. A sampled response
+        # Without a filler in place of the mark, a first digit could begin a sum or be the answer. A sampled response
         # would confuse the two.
         response = f"#### {answer}" if is_marked else f"so {answer}"
         return f"{sums} {response}" if has_sums else response

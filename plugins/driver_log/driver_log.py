@@ -39,7 +39,7 @@ def driver_log(path: Path, info: Callable[[str], None], descriptors: tuple[int, 
 
 @contextmanager
 def _redirected(target: int, descriptor: int) -> Iterator[None]:
-    # Text that Python has buffered would otherwise appear in the other file later.
+    # Text in Python's buffer would otherwise be written to the other file later.
     _flush()
     # The descriptor itself is replaced, because native code and child processes do not use sys.stderr.
     before = os.dup(descriptor)

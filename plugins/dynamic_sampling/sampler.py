@@ -88,7 +88,7 @@ class DynamicSampler:
         return self._last_batch(step, seen, kept, parts)
 
     def _last_batch(self, step: int, seen: int, kept: int, parts: list[Batch]) -> Batch | None:
-        """Return the batch of a step that the data could not fill, or None if it is too small."""
+        """Return the batch of a step that the data could not fill, or None if it has too few responses."""
         low, high = self.bounds
         condition = f"a mean score in {low} to {high}"
         if low is None:

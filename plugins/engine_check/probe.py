@@ -57,7 +57,7 @@ class EngineProbe:
                 logprob_N = policy_logprobs(model, micro)
             numbers = micro["row"].tolist()
             for group, parts in layer_marks.items():
-                # Sequences of equal length take equal shares of the positions, padded or packed.
+                # Sequences of equal length have equal shares of the positions, packed or padded.
                 shares = torch.cat(parts).chunk(len(numbers))
                 marks.setdefault(group, {}).update(zip(numbers, shares, strict=False))
             return logprob_N

@@ -45,8 +45,8 @@ class FSDPEngine(TrainEngine):
         precision = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         if config.precision == "bf16":
             precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        # Parameters outside of layers stay gathered after the forward pass (`rest_lets_go` is False): the backward pass
-        # begins with them, so they would be gathered again at once.
+        # Parameters outside of layers stay gathered after the forward pass (`rest_lets_go` is False). The backward pass
+        # begins with them, so they would be gathered again immediately.
         self._groups = partition(
             model,
             self.device,
@@ -90,7 +90,7 @@ class FSDPEngine(TrainEngine):
     def _step(self, learning_rate: float) -> float:
         trained = [p for p in self.model.parameters() if p.grad is not None]
         gradients = [local_part(p.grad) for p in trained]
-        # A gradient that several ranks have must count once in the norm.
+        # The gradient of a parameter that several ranks hold must count once in the norm.
         counted = [gradient for p, gradient in zip(trained, gradients, strict=True) if own_block(p).is_first]
         # The squares are summed locally and then over the ranks. With DTensors the sum would be computed on the device
         # of the gradients, and nccl cannot reduce tensors in host memory (adam_offload).

@@ -49,7 +49,7 @@ class AheadQueue(RolloutQueue[Item]):
         # Guards `step`, `_queue` and the fields below, which both the loop and the thread read and write.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._trained = 0  # last step that has finished
+        self._trained = 0  # last step that has finished True after the end of the thread
         self._done = False  # True once the thread has ended
         self._error: BaseException | None = None
 
@@ -111,7 +111,7 @@ class AheadQueue(RolloutQueue[Item]):
 
     def _open(self) -> None:
         if self._thread is not None:
-            self._thread.join()  # thread of an earlier loop that was left
+            self._thread.join()  # thread of an earlier loop that was left before its end
         super()._open()
         self._trained = self.step
         self._done = False
@@ -125,7 +125,7 @@ class AheadQueue(RolloutQueue[Item]):
         with self._changed:
             super()._end(wait)
             self._changed.notify_all()
-        # If an error has ended the loop, it should be reported now, and not after a generation that takes minutes.
+        # An error that has ended the loop is reported now, and not after a generation that may take minutes.
         if wait and self._thread is not None:
             self._thread.join()
             if self._error is not None:  # raised while the run was stopping

@@ -122,7 +122,7 @@ class RunView:
         """
         # The lock is held only here: the thread of the job must not wait until a frame is on the screen.
         with self._lock:
-            # In the order in which they are drawn, each with its priority (0 is kept longest).
+            # Lines in drawing order, each with its priority (0 is kept longest).
             blocks = [
                 (2, [self._title_line(width)]),
                 (0, [self._progress_line(width)]),
@@ -214,7 +214,7 @@ class RunView:
         space = width - 6
         title = self._title
         if cell_len(title) > space:
-            # The end of a title has the run folder, which tells runs apart.
+            # The end of a title has the run folder, which distinguishes runs.
             title = f"…{title[-space + 1 :]}"
         return Text(f"── {title} ".ljust(width, "─"), style="dim")
 

@@ -157,8 +157,8 @@ class RouterLoss:
             return torch.ones(rows, device=device)
         width = rows // len(micro)
         column_T = torch.arange(width, device=device)
-        # A policy does not read the last token of the longest sequence. That of a shorter one lies inside the padded
-        # rectangle; it is not counted either, or packing would change the loss.
+        # A policy does not read the last token of the longest sequence. The last token of a shorter sequence lies
+        # inside the padded rectangle. It is not counted either, because otherwise packing would change the loss.
         unread = int(micro.lengths.max()) - width
         read_B = (micro.lengths.to(device) - unread).clamp(min=0)
         return (column_T < read_B.unsqueeze(1)).flatten().float()

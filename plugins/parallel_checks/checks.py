@@ -51,7 +51,7 @@ def check_model(size: ModelSize, config: TrainConfig) -> None:
     Raises:
         ValueError: the number of attention heads or experts is not divisible. The message says what to set.
     """
-    # Both axes split the heads in attention, so their product has to divide them.
+    # Both axes split the attention heads, so their product must divide the number of heads.
     axes = {"context": config.context, "tensor": config.tensor}
     set_axes = " x ".join(f"parallel.{axis}={number}" for axis, number in axes.items() if number > 1)
     if size.heads % (config.context * config.tensor):
@@ -78,8 +78,7 @@ def data_ranks(config: TrainConfig, ranks: int) -> int:
         raise ValueError(
             f"{degrees} does not divide {ranks} ranks; set a divisor, or another number of ranks (placement)"
         )
-    # Experts are spread over an axis of their own across the same ranks, so their degree is no factor of
-    # `group_size`.
+    # Experts are distributed over a separate axis of the same ranks, so their degree is not a factor of `group_size`.
     if ranks % config.expert:
         raise ValueError(
             f"parallel.expert={config.expert} does not divide {ranks} ranks; set a divisor, or another number of "

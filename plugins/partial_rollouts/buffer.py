@@ -94,8 +94,8 @@ class PartialRolloutBuffer:
         Returns:
             The groups in the order in which their prompts were taken, each as its engine returned it.
         """
-        # At most `in_flight` groups are held, so at most in_flight - count <= count of them are left over, and the next
-        # batch has room for all of these if they must not wait longer.
+        # At most `in_flight` groups are held, so at most in_flight - count <= count groups are left over. The next
+        # batch has room for all of them if they must not wait longer.
         missing = min(self.in_flight, left) - len(self._groups)
         if missing > 0:
             self._hold(self.take(missing), step)

@@ -39,8 +39,8 @@ class Capacity:
             if text.isdecimal():
                 limits.append(int(text))
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        # CUDA and nvidia-smi give GPUs the same numbers only if CUDA orders them by bus. Otherwise the numbers could
-        # name GPUs of another size, so all GPUs are asked for.
+        # CUDA and nvidia-smi number GPUs equally only if CUDA orders them by bus. Otherwise a number could name a GPU
+        # of another size, so the memory of all GPUs is queried.
         if visible[:1].isdecimal() and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
             visible = ""
         device = gpu_bytes(visible) if gpus else None

@@ -17,7 +17,7 @@ from plugins.plan.arithmetic import amount_if, product_width, weight_width
 def sent_bytes(
     size: ModelSize, config: TrainConfig, ranks: int, *, trained: int, tokens: int, passes: int
 ) -> dict[str, int]:
-    """Return the number of bytes that one rank sends, by axis. Axes of one rank are left out.
+    """Return the number of bytes that one rank sends, by axis. Axes of one rank are omitted.
 
     Args:
         size: size of the model, whose layers are known.

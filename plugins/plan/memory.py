@@ -44,7 +44,7 @@ dtype."""
 _ADDED = ("weights", "gradients", "optimizer", "cache", "freed_gradients", "host", "first", "published")
 """Parts of an estimate that are added if one process has several uses."""
 _LARGEST = ("passes", "base", "loading", "share", "short")
-"""Parts of which the largest counts, because the uses work one after the other."""
+"""Alternatives of which the largest counts, because the uses run one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class MemoryEstimate:
 
     @property
     def fixed_bytes(self) -> int:
-        """Number of bytes that are always taken, as far as known."""
+        """Number of bytes that are always used, as far as known."""
         parts = [self.weights, self.gradients, self.optimizer, amount_if(not self.grows, self.cache)]
         return sum(part or 0 for part in parts)
 
@@ -138,7 +138,7 @@ class Phase:
 
     name: str
     fixed_bytes: int
-    """Number of bytes that are always taken."""
+    """Number of bytes that are always used."""
     transient_bytes: int
     """Maximum number of additional bytes. Roles work one after the other, so the largest one decides."""
 
@@ -237,7 +237,7 @@ def training(
     engine_type = {"fsdp": _FSDPMemory}.get(config.engine, _DeepSpeedMemory)
     engine = engine_type(size, config, ranks, trained, several, gpu)
     if config.tensor > 1:
-        # Each rank holds a smaller model, and fewer ranks share it.
+        # Each rank holds a smaller model, and fewer ranks shard it.
         cut = size.cut(config.tensor)
         engine = engine_type(cut, config, ranks // config.tensor, cut.parameters, several, gpu)
     resident = engine.resident()

@@ -18,7 +18,7 @@ def plan_memory(plan: Plan) -> MemoryPlan:
 
 
 class MemoryPlan:
-    """Memory of a run as text, as JSON, and checked against what its machines have."""
+    """Memory of a run as text, as JSON, and compared with the memory of its machines."""
 
     def __init__(self, run: RunMemory) -> None:
         """
@@ -72,7 +72,7 @@ def _refusal(run: RunMemory, pool: MemoryPool) -> str:
     # A cache that grows is not part of the fixed memory.
     if estimate.grows:
         del shown["cache"]
-    # Of a role on a GPU, the machine holds offloaded and sleeping states only.
+    # For a role on a GPU, the host only holds offloaded and sleeping states.
     if pool.is_machine and run.is_on_gpu(role):
         shown = {"offloaded or asleep": estimate.host, "moving average on the first": estimate.first}
     parts = ", ".join(f"{name} {format_bytes(value)}" for name, value in shown.items() if value)

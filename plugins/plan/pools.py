@@ -55,8 +55,8 @@ class MemoryPool:
 
 
 def memory_pools(run: RunMemory) -> list[MemoryPool]:
-    """Return the pool of a GPU for each group of roles that share one, and those of the machines. Machines with equal
-    contents are one pool.
+    """Return the pool of a GPU for each group of roles that share one, and the pools of the machines. Machines with
+    equal contents are one pool.
     """
     pools = gpu_pools(run)
     machines: dict[tuple[int, int], list[int]] = {}

@@ -56,7 +56,7 @@ def remedy(run: RunMemory, pool: MemoryPool) -> str:
 
 
 def role_remedy(run: RunMemory, pool: MemoryPool, role: str) -> str:
-    """Return the options to set for a pool that cannot suffice and in which `role` takes the largest part."""
+    """Return the options to set for a pool that is too small and in which `role` uses the largest part."""
     estimate = run.estimates[role]
     count = 1 if pool.processes is None else pool.processes[role]
     changes = _Changes()
@@ -88,7 +88,7 @@ def _for_pool(changes: _Changes, run: RunMemory, pool: MemoryPool, estimates: Se
     has_cache = any(estimate.cache and not estimate.grows for estimate in estimates)
     changes.without_average = pool.is_machine
     if pool.is_machine and run.has_gpus:
-        # The machine holds what was moved off the GPUs, so more has to stay on the GPUs.
+        # The host holds states that were moved off the GPUs, so more of them must stay on the GPUs.
         changes.settings = dict.fromkeys(("adam_offload", "engines_sleep", "learners_sleep"), False)
         changes.lower = []
         return changes

@@ -91,8 +91,8 @@ class SharedPrompts(EndToEnd):
         return [shared_micro_batches(lengths_B, part, max_tokens, max_sequences) for part in parts]
 
     def computed_tokens(self, minibatch: Batch, plans: list[list[Tensor]]) -> ComputedTokens:
-        """Return what the micro-batches of all ranks compute: the tokens that the members of a run share once in each
-        micro-batch.
+        """Return the computed tokens of the micro-batches of all ranks. Tokens that members of a run share count once
+        per micro-batch.
         """
         places, pairs = super().computed_tokens(minibatch, plans)
         planned, runs = self._planned or (None, [])

@@ -126,7 +126,7 @@ def pack_curves(curves: Mapping[str, Curve], most: int) -> dict[str, Any]:
     names = list(curves)[:MAX_CURVES]
     each = max(40, most // max(1, len(names)))
     packed: dict[str, Any] = {}
-    # Curves with a canonical name come first, so that they win over equal metrics with another name.
+    # Curves with a canonical name come first, so that they replace equal metrics with another name.
     for name in sorted(names, key=lambda n: canonical_name(n) != n):
         x, y = (np.asarray(column) for column in (curves[name].x, curves[name].y))
         few_x, few_y = thin(x, y, each)

@@ -40,7 +40,7 @@ def find_checkpoint(resume: str, folder: str | Path, run_id: str | None = None) 
         ValueError: there is no checkpoint at the path, or it has no state to resume from.
     """
     if run_id is not None:
-        # `resume` says where the first attempt starts. A restart of the same run must not lose the steps since then.
+        # `resume` sets the start of the first attempt. A restart of the same run must not lose the steps since then.
         own_checkpoint = find_checkpoint("auto", folder)
         if own_checkpoint is not None and read_state(own_checkpoint).get("run_id") == run_id:
             return own_checkpoint
@@ -127,7 +127,7 @@ def damage(folder: Path) -> str | None:
     for name in files:
         fact = (folder / name).stat()
         facts.append((name, fact.st_size, fact.st_mtime_ns))
-    # The checks before a run and the trainer ask for the same checkpoint, and digests take seconds per GB.
+    # The checks before a run and the trainer request the same checkpoint, and digests take seconds per GB.
     return _damage(folder, tuple(facts))
 
 
@@ -187,7 +187,7 @@ def _refuse_damage(resume: str, folder: Path) -> None:
 def _whole_before(root: Path, step: float = math.inf) -> Path | None:
     """Return the newest intact step below `step` that has a state to resume from, or None."""
     earlier = [root / name for name in step_names(root) if step_of(root / name) < step]
-    # Lazily: the digests of a checkpoint take seconds per GB, and the first intact one is enough.
+    # Lazily, because the digests of a checkpoint take seconds per GB, and the first intact checkpoint is enough.
     intact = (path for path in reversed(earlier) if (path / STATE_FILE).is_file() and damage(path) is None)
     return next(intact, None)
 

@@ -66,7 +66,8 @@ class Continued:
         exported = self.folder / "hf"
         saved = model_size(str(exported))
         current = model_size(path)
-        # None is a kind of model whose size cannot be computed. The engine then finds the difference when it loads.
+        # A size is None if it cannot be computed for this kind of model. The engine then finds a difference when it
+        # loads the state.
         if saved is not None and current is not None:
             differences: list[str] = []
             for name in _SHAPE:

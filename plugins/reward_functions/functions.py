@@ -277,10 +277,11 @@ def _of_all(
 
 
 def _as_messages(values: dict[str, Any]) -> None:
-    """Replace prompts and completions by chat messages, as in TRL, in rows whose prompt in the data is messages.
+    """Replace prompts and completions by chat messages, as in TRL, in rows whose prompt is a list of messages in the
+    data.
 
-    Each row is decided by itself, so that a result does not depend on the other rows of its chunk. If the policy
-    continued a message of the assistant, that message is the start of the completion.
+    Each row is decided separately, so that a result does not depend on the other rows of its chunk. If the policy
+    continued an assistant message, that message is the beginning of the completion.
     """
     prompts = values.get("prompt") or [None] * len(values["prompts"])
     if not any(map(are_messages, prompts)):

@@ -31,10 +31,11 @@ _TOP_K: tuple[Callable[..., Any], ...] = (torch.topk, Tensor.topk)
 
 
 class _Choice(TorchFunctionMode):
-    """Inside, the call of `topk` by which a router chooses experts is recorded, and replaced if a choice is given.
+    """Context manager in which a router's call of `topk` is recorded, and replaced if routes are replayed.
 
-    The families differ in what they do with the choice (softmax before or after it, sigmoid, groups of experts, a bias
-    that only chooses), but all of them choose by `topk` over the experts and then take the scores at its indices.
+    The families differ in the use of the selection (softmax before or after it, sigmoid, groups of experts, a bias that
+    affects only the selection). All of them select by `topk` over the experts and then read the scores of the selected
+    experts.
     """
 
     def __init__(self, experts: int, top_k: int, given_RK: Tensor | None) -> None:
@@ -82,13 +83,14 @@ class RoutingReplay:
                 "set rollout.routing_replay=off"
             )
         self._given: dict[bool, Tensor | None] = {True: None, False: None}
-        """Routes of the rows of a pass, [L, R, K] or None, in training (True) and in evaluation. Those of a training
-        pass stay until the next one, because activation checkpointing calls the routers again in the backward pass."""
+        """Routes of the rows of a pass, [L, R, K] or None, for training (True) and evaluation. The routes of a training
+        pass are kept until the next one, because activation checkpointing calls the routers again in the backward pass.
+        """
         self._recorded: dict[int, Tensor] | None = None
         for layer, router in enumerate(routers):
             mode: list[_Choice] = []
             router.register_forward_pre_hook(partial(self._enter, layer, mode))
-            # Called after an exception too, or the mode would stay active in the rest of the process.
+            # Also called after an exception. Otherwise the mode would stay active for the rest of the process.
             router.register_forward_hook(partial(self._leave, layer, mode), always_call=True)
 
     # --- hooks of the routers
@@ -103,7 +105,8 @@ class RoutingReplay:
     def _leave(self, layer: int, mode: list[_Choice], _: nn.Module, __: Any, output: Any) -> None:
         choice = mode.pop()
         choice.__exit__(None, None, None)
-        # Activation checkpointing leaves a layer by an exception, without output, once it has what it needs.
+        # Activation checkpointing leaves a layer by an exception, without an output, as soon as it has recomputed the
+        # required tensors.
         if choice.own_RK is None and output is not None:
             raise RuntimeError(
                 f"the router of routed layer {layer} does not choose {self.top_k} of {self.experts} experts by topk; "
@@ -144,10 +147,10 @@ class RoutingReplay:
     # --- training passes
 
     def replaying(self, loss_fn: LossFunction) -> LossFunction:
-        """Return `loss_fn` with its passes on the routes of the batch. A batch without routes is left alone.
+        """Return `loss_fn` with passes that replay the routes of the batch. A batch without routes is unchanged.
 
-        The metric `routes_differ_share` is added: the share of trained tokens whose replayed experts in at least one
-        layer are not those that the router would choose now.
+        The metric `routes_differ_share` is added: the share of trained tokens for which, in at least one layer, the
+        router would now select other experts than the replayed ones.
         """
 
         def compute(model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
@@ -173,7 +176,7 @@ class RoutingReplay:
 
     @contextmanager
     def _record(self) -> Iterator[dict[int, Tensor]]:
-        """Inside, the routers' own choices are collected by layer, [R, K] each."""
+        """Context manager that collects the routers' own selections by layer, [R, K] each."""
         recorded: dict[int, Tensor] = {}
         self._recorded = recorded
         try:
@@ -190,7 +193,9 @@ class RoutingReplay:
             self._given[False] = None
 
     def _rows(self, micro: Batch, is_packed: bool) -> Tensor | None:
-        """Return the routes of a micro-batch in the order of the model's rows, [L, R, K], or None if it reads none."""
+        """Return the routes of a micro-batch in the order of the model's rows, [L, R, K], or None if no token
+        is read.
+        """
         is_read_N, state_N = _states(micro, is_packed)
         if not len(state_N):
             return None
@@ -202,7 +207,7 @@ class RoutingReplay:
 
 
 def _states(micro: Batch, is_packed: bool) -> tuple[Tensor, Tensor]:
-    """Return which tokens the model reads, and the rows of their states.
+    """Return the tokens that the model reads, and the rows of their states.
 
     The last token of a sequence predicts nothing and is not read, except as padding; see `components/models/causal.py`.
 

@@ -18,7 +18,7 @@ from components.models.routers import ROUTES, route_columns
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 NO_EXPERT = -1
-"""Entry of a token whose experts are not known."""
+"""Entry of a token whose experts are unknown."""
 
 
 def expert_counts(config: Any) -> tuple[int, int]:
@@ -38,7 +38,7 @@ def to_columns(route_NLK: Tensor, experts: int) -> dict[str, Tensor]:
         route_NLK: [N, L, K] integers, the index of each chosen expert or `NO_EXPERT`.
         experts: number of experts of a layer.
     """
-    # 0 stands for an unknown expert, so that the padding of the last column is never read as expert 0.
+    # 0 stands for an unknown expert, so that padding of the last column is never read as expert 0.
     code_NW = (route_NLK.flatten(1) + 1).to(_code_type(experts)).contiguous().view(torch.uint8)
     missing = -code_NW.shape[1] % 8
     padded_NW = torch.nn.functional.pad(code_NW, (0, missing)).contiguous()

@@ -1,6 +1,6 @@
-"""Names that a test takes from a program, and names that it does not.
+"""Names that a test reads from a program, and names that it does not.
 
-A function that checks the program's results must be the library's, even if the program has replaced it.
+A function that checks the program's results must come from the library, even if the program has replaced it.
 """
 
 from __future__ import annotations

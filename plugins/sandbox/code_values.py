@@ -161,7 +161,7 @@ class Foreign:
         return isinstance(kind, Foreign) and self._troupe_ask("has_subclass", kind)
 
     def __eq__(self, other: object) -> bool:
-        # On its own side the program may compare its values as it likes.
+        # On its own side the program may compare its values in any way.
         if self._troupe_link.is_program:
             return self is other
         raise TypeError("a value of a type of the program's own cannot be compared")

@@ -15,11 +15,12 @@ LAYOUTS = {
     **dict.fromkeys(("ernie4_5_moe", "llama4_text", "mixtral"), "checkpoint"),
     "gpt_oss": "experts",
 }
-"""Layout of the weights that vLLM's loader takes. "trainer": all experts of a layer in one tensor, as transformers
-holds them, where the loader takes that too: fewer tensors, and no copy. "checkpoint": as `save_pretrained` writes them.
-"experts": tensors of single experts, cut from transformers'."""
+"""Layout of the weights that vLLM's loader accepts. "trainer": one tensor for all experts of a layer, as in
+transformers, with fewer tensors and no copy. "checkpoint": as written by `save_pretrained`. "experts": one tensor per
+expert, split from those of transformers.
+"""
 PAST_LOADER = ("bailing_moe_v3", "dbrx", "mimo_v2_flash", "minicpm", "minimax_m2", "openpangu", "pangu_ultra_moe")
-"""Families whose loader writes past `weight_loader`, so that a reload may drop weights."""
+"""Families whose loader bypasses `weight_loader`, so that a reload may drop weights."""
 _AS_LOADED = "vLLM's log-probabilities differ from the trainer's as it is loaded"
 WRONG = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "exaone_moe", "lfm2_moe"), f"on a CPU {_AS_LOADED}"),

@@ -1,4 +1,4 @@
-"""Layout of weights that vLLM's loader of a family takes.
+"""Weight layouts that vLLM's loader of a family accepts.
 
 Legend: `E` experts.
 """
@@ -37,8 +37,8 @@ def arranged(weights: Iterable[tuple[str, Tensor]], family: str, model_path: str
 
 
 def _expert_by_expert(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Split the tensors that hold all experts of a layer. Whole, vLLM's loader would copy them past the hooks of a
-    reload, and they would be dropped.
+    """Split the tensors that hold all experts of a layer. vLLM's loader would copy unsplit tensors past the hooks of a
+    reload, and the weights would be dropped.
     """
     for name, tensor in weights:
         prefix, is_expert, suffix = name.partition(".mlp.experts.")

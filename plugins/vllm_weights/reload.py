@@ -74,7 +74,7 @@ def load_in_place(model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def experts_packed(model: nn.Module) -> Iterator[None]:
-    """Inside, pack the experts of each layer that is reloaded on a CPU, exactly once.
+    """Context manager that packs the experts of each layer reloaded on a CPU, exactly once.
 
     VLLM's CPU kernel holds experts in a packed layout of the same size. On a reload vLLM skips the packing and copies
     unpacked numbers into the packed tensors. It calls `process_weights_after_loading` once for each layer that was
@@ -155,8 +155,8 @@ class _Records(logging.Handler):
 
 @contextmanager
 def complete_reload(model: nn.Module, copied: Collection[nn.Module]) -> Iterator[None]:
-    """Inside, read vLLM's warnings about weights that a reload did not load, whatever its logging level, and raise an
-    error at the end if there are any.
+    """Context manager that reads vLLM's warnings about weights that a reload did not load, for any logging level, and
+    raises an error at the end if there are any.
 
     Args:
         model: the model that is reloaded.
@@ -199,8 +199,8 @@ def _not_loaded(missing: list[str]) -> RuntimeError:
 
 
 def _without_weights(model: nn.Module, copied: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """Modules that a reload need not load: without parameters, with those of another module (a tied head), or copied by
-    hand.
+    """Modules that a reload need not load: without parameters, with the parameters of another module (a tied head), or
+    copied separately.
     """
     holders = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values())
     for module in model.modules():

@@ -94,7 +94,7 @@ class WeightReceiver:
         self.model_runner.reset_mm_cache()
 
     def mark_layers(self) -> None:
-        """Begin to record marks of what the layers compute; see `components/models/layer_marks.py`."""
+        """Begin to record marks of the layers' outputs; see `components/models/layer_marks.py`."""
         self._marking = marked(self.model_runner.model)
         self._marks = self._marking.__enter__()
 

@@ -181,7 +181,7 @@ class Broadcaster:
             _log.warning(text, self._failures)
 
     def _meet(self, version: int) -> None:
-        """Wait until all readers have arrived, and join a group with them. It is a new group if one of them is in
+        """Wait until all readers have arrived, and join a group with them. A new group is created if a reader is in
         none.
         """
         member = self._member

@@ -167,8 +167,8 @@ class BucketSender:
     def _arrived(self, version: int) -> list[Connection]:
         """Return the connections of the readers that request this version.
 
-        A connected reader may still be busy. If none is connected, the others have ended, and only a replacement that
-        is up already can still come.
+        A connected reader may still be busy. If no reader is connected, they have all ended, and only a replacement
+        that has already started can still connect.
         """
         readers: list[Connection] = []
         began = time.monotonic()

@@ -43,7 +43,7 @@ class Block:
 
     @property
     def by_numbers(self) -> Block:
-        """The same block with rows of one element, if it is contiguous."""
+        """The same block with rows of one element, if it is contiguous in memory."""
         if not self.is_stretch:
             return self
         return Block(self.row * self.width, self.rows * self.width, is_first=self.is_first)

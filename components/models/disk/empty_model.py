@@ -39,7 +39,7 @@ def empty_model(kind: Any, path: str | Path, dtype: torch.dtype, attention: str 
     if getattr(config, "transformers_weights", None) or getattr(config, "auto_map", None):
         raise ReadWhole("it has files or code of its own")
     config.name_or_path = str(path)
-    # Parameters on the meta device take no memory, so each process can create a model of any size.
+    # Parameters on the meta device need no memory, so each process can create a model of any size.
     with torch.device("meta"):
         model = kind.from_config(config, dtype=dtype, attn_implementation=attention)
     if model._get_dtype_plan(dtype):

@@ -43,7 +43,7 @@ class ComputedTokens(NamedTuple):
     """Number of tokens and attention pairs that the layers of a model compute."""
 
     places: int
-    """Number of positions that every layer computes: padding counts, and a token that several sequences share counts
+    """Number of positions that every layer computes. Padding counts. A token shared by several sequences counts
     once.
     """
     pairs: int
@@ -62,7 +62,7 @@ class RowLayout:
         *,
         one_follower: bool = False,  # noqa: ARG002 - as above
     ) -> RowPlan | None:
-        """Return the plan of a packed row, or None if each token has a place of its own, in order.
+        """Return the plan of a packed row, or None if each token has its own place, in order.
 
         Args:
             batch: with column `tokens`.
@@ -71,7 +71,7 @@ class RowLayout:
         return None
 
     def micro_batches(self, batch: Batch, max_tokens: int, max_sequences: int = 0) -> list[Tensor]:
-        """Return the positions for micro-batches, together every sequence once.
+        """Return the positions of the sequences of each micro-batch. Each sequence occurs once.
 
         Args:
             batch: the sequences.
@@ -83,7 +83,8 @@ class RowLayout:
     def micro_batches_by_rank(
         self, minibatch: Batch, ranks: int, max_tokens: int, max_sequences: int = 0, group_size: int = 1
     ) -> list[list[Tensor]]:
-        """Return for each rank the positions for its micro-batches. Every rank computes this for all.
+        """Return, for each rank, the positions of the sequences of its micro-batches. Every rank computes the result
+        for all ranks.
 
         Args:
             minibatch: the sequences of one optimizer step.
@@ -98,7 +99,7 @@ class RowLayout:
         if len(minibatch) % group_size:
             raise ValueError(f"the minibatch has {len(minibatch)} sequences, which are no groups of {group_size}")
         length_GS = minibatch.lengths.view(-1, group_size)
-        # What a group takes in a micro-batch: of padded rows the longest decides.
+        # Length of a group in a micro-batch. In padded rows this is that of its longest sequence.
         cost_G = length_GS.sum(1) if self.is_packed else group_size * length_GS.amax(1)
         max_groups = max(1, max_sequences // group_size) if max_sequences else 0
         plans = []
@@ -108,7 +109,7 @@ class RowLayout:
         return plans
 
     def computed_tokens(self, minibatch: Batch, plans: list[list[Tensor]]) -> ComputedTokens:
-        """Return what the micro-batches of all ranks compute.
+        """Return the computed tokens of the micro-batches of all ranks.
 
         Args:
             minibatch: the sequences of one optimizer step.
@@ -127,7 +128,7 @@ class EndToEnd(RowLayout):
     is_packed = True
 
     def computed_tokens(self, minibatch: Batch, plans: list[list[Tensor]]) -> ComputedTokens:  # noqa: ARG002 - no padding
-        """Return the tokens of the minibatch, as none is computed twice and none is padding."""
+        """Return the number of tokens of the minibatch, because every token is computed once and nothing is padded."""
         return ComputedTokens(minibatch.num_tokens, int(minibatch.lengths.square().sum()))
 
 

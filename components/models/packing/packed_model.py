@@ -158,7 +158,8 @@ def _probe_row(model: PreTrainedModel) -> Batch:
 
 
 def _mask(attention_mask: Tensor | None = None, local_size: int | None = None, **arguments: Any) -> Tensor | None:
-    """Return the mask of layers: None, or [1, 1, 1, 1] the tokens of their window; a real mask where there is one.
+    """Return the mask of the layers: None, or a tensor [1, 1, 1, 1] with the number of tokens of their window, or a
+    real mask.
 
     Args:
         attention_mask: [R, S] False at padding.

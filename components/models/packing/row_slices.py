@@ -16,7 +16,7 @@ _MARK = "row_slices"
 
 
 class RowSlices:
-    """Slices of rows that this rank computes whole."""
+    """The default: this rank computes complete rows."""
 
     @property
     def is_sliced(self) -> bool:
