@@ -139,9 +139,9 @@ class EpisodeRunner:
         """Load published weights. Running episodes continue with them. Raises the errors of the engine."""
         self._loop_runner.run(self.engine.receive(handle, verify))
 
-    def gpu_memory(self) -> dict[str, float]:
-        """See `RolloutEngine.gpu_memory`."""
-        return self._loop_runner.run(self.engine.gpu_memory())
+    def metrics(self) -> dict[str, float]:
+        """See `RolloutEngine.metrics`."""
+        return self._loop_runner.run(self.engine.metrics())
 
     def sleep(self, level: int = 1) -> int:
         """Free device memory until `wake`, and return the freed bytes; see `RolloutEngine.sleep`.

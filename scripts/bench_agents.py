@@ -96,7 +96,7 @@ class TimedEngine(AsyncEngine):
 
     async def resume(self) -> None: ...
 
-    async def gpu_memory(self) -> dict[str, float]:
+    async def metrics(self) -> dict[str, float]:
         return {}
 
     async def sleep(self, level: int = 1) -> int:

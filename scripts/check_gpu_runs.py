@@ -48,6 +48,7 @@ STAGES = {
         "grpo, vllm": "grpo rollout.engine=vllm",
         "grpo, vllm that sleeps": "grpo rollout.engine=vllm placement.engines_sleep=true placement.learners_sleep=true",
         "grpo, vllm, no CUDA graphs": "grpo rollout.engine=vllm rollout.enforce_eager=true",
+        "grpo, vllm, engine core in its own process": "grpo rollout.engine=vllm rollout.own_process=true",
         "grpo, hf": "grpo rollout.engine=hf",
         **{f"grpo, DeepSpeed {n}": f"grpo train.engine=deepspeed train.zero_stage={n}" for n in (1, 2, 3)},
     },
@@ -75,6 +76,10 @@ MEASURED = {
     "actor/gpu_memory_gb": "{:.1f} GB of the policy's training",
     "rollout/gpu_memory_gb": "{:.1f} GB of the engine",
     "rollout/logprob_gap_mean": "{:.1e} nats between engine and trainer",
+    "timing_s/generate": "{:.2f} s to generate",
+    "timing_s/generate_prefill": "{:.2f} s of it until first tokens",
+    "timing_s/generate_decode": "{:.2f} s for later tokens",
+    "timing_s/generate_objects": "{:.2f} s for requests, outputs and batches",
     "timing_s/sync": "{:.2f} s for the weights",
     "timing_s/update_weights": "{:.2f} s for the weights",
 }

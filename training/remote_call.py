@@ -25,18 +25,19 @@ def sync_weights(version: int) -> dict[str, float]:
 def sync_metrics(handle: "WeightHandle", engines: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the metrics of a weight sync: those of the engines, and the times of rank 0 and of the slowest engine.
 
-    The times are parts of the phase `sync`, and overlap. They are not phases themselves.
+    The times are parts of the phases `sync` (these overlap) and `generate`. They are not phases themselves.
     """
     metrics = engine_metrics(engines)
     times = {f"sync_{part}": seconds for part, seconds in handle.seconds.items()}
-    for name in [name for name in metrics if name.startswith("rollout/sync_")]:
+    for name in [name for name in metrics if name.startswith(("rollout/sync_", "rollout/generate_"))]:
         times[name.removeprefix("rollout/")] = metrics.pop(name)
     return metrics | {f"timing_s/{name}": seconds for name, seconds in times.items()}
 
 
 def engine_metrics(engines: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the maximum of each metric over the engines, as `rollout/<name>`."""
-    return {f"rollout/{name}": max(metrics[name] for metrics in engines) for name in engines[0]}
+    """Return the maximum of each metric over the engines that have it, as `rollout/<name>`."""
+    names = dict.fromkeys(name for metrics in engines for name in metrics)
+    return {f"rollout/{name}": max(metrics[name] for metrics in engines if name in metrics) for name in names}
 
 
 def announce_weights(version: int) -> "Future[list[WeightHandle | None]]":

@@ -125,8 +125,8 @@ class AsyncEngine(WeightVersions):
         """
 
     @abstractmethod
-    async def gpu_memory(self) -> dict[str, float]:
-        """See `RolloutEngine.gpu_memory`."""
+    async def metrics(self) -> dict[str, float]:
+        """See `RolloutEngine.metrics`."""
 
     @abstractmethod
     async def sleep(self, level: int = 1) -> int:

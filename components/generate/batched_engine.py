@@ -143,8 +143,8 @@ class BatchedEngine(AsyncEngine):
             await self._in_thread(self.engine.receive, handle, verify)
             await self.resume()
 
-    async def gpu_memory(self) -> dict[str, float]:
-        return self.engine.gpu_memory()
+    async def metrics(self) -> dict[str, float]:
+        return self.engine.metrics()
 
     async def sleep(self, level: int = 1) -> int:
         return await self._in_thread(self.engine.sleep, level)

@@ -168,8 +168,10 @@ class RolloutEngine(WeightVersions):
     def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
         """Generate completions for prompts that have been checked. There may be no prompts."""
 
-    def gpu_memory(self) -> dict[str, float]:
-        """Return the peak GPU memory of the engine's first process; see `peak_gpu_memory`. The others are alike."""
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the engine: the peak GPU memory of its first process (the others are alike), and the seconds
+        of the parts of generation since the last call, if the engine measures them.
+        """
         return peak_gpu_memory()
 
     def receive(self, handle: WeightHandle, verify: bool = False) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from components.generate.config import HFRolloutConfig, RolloutConfig
 from components.generate.hf_engine import HFRolloutEngine
-from components.registry import load
+from components.registry import find, load
 
 if TYPE_CHECKING:
     from components.generate.engine import RolloutEngine
@@ -29,5 +29,5 @@ def open_rollout_engine(model_path: str | Path, config: RolloutConfig) -> Rollou
     if config.NAME == HFRolloutConfig.NAME:
         # For the type checker: a configuration of another class has another name.
         assert isinstance(config, HFRolloutConfig)
-        return HFRolloutEngine(model_path, config)
+        return (find("timed engine", config.NAME) or HFRolloutEngine)(model_path, config)
     return load("rollout engine", config.NAME, "rollout.engine")(model_path, config)

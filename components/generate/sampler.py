@@ -32,8 +32,8 @@ class Sampler(Protocol):
         """See `RolloutEngine.receive`."""
         ...
 
-    def gpu_memory(self) -> dict[str, float]:
-        """See `RolloutEngine.gpu_memory`."""
+    def metrics(self) -> dict[str, float]:
+        """See `RolloutEngine.metrics`."""
         ...
 
     def sleep(self, level: int = 1) -> int:

@@ -38,6 +38,8 @@ class EngineCheck:
         self._precision = precision
         self._received = 0
         self._due: WeightHandle | None = None
+        self.metrics: dict[str, float] = {}
+        """Differences of the last check in nats, and the mean that rounding may cause. Empty before the first check."""
 
     def next(self, handle: WeightHandle | None, is_asleep: bool) -> WeightHandle | None:
         """Return the version that is to be checked now, or None.
@@ -64,7 +66,13 @@ class EngineCheck:
                 those of the first tokens only.
         """
         pairs = zip(handle.probe.logprobs, logprobs, strict=True)
-        return torch.cat([torch.tensor(row) - torch.tensor(expected[: len(row)]) for expected, row in pairs]).abs()
+        gap_N = torch.cat([torch.tensor(row) - torch.tensor(expected[: len(row)]) for expected, row in pairs]).abs()
+        self.metrics = {
+            "check_gap_mean": float(gap_N.mean()),
+            "check_gap_max": float(gap_N.max()),
+            "check_gap_limit": LIMITS[self._precision],
+        }
+        return gap_N
 
     def is_explained(self, gap_N: Tensor) -> bool:
         """True if rounding explains the differences. A difference that is not a number is never explained."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from components.models.size import model_size
@@ -12,6 +12,7 @@ from core import Job
 from core.plan import ProcessPlan
 from plugins.plan.capacity import Capacity
 from plugins.plan.memory import MemoryEstimate, frozen, learning, sampling, together
+from plugins.plan.routes import route_bytes
 from training.launch.model_use import ModelUse
 from training.launch.plan import Plan
 
@@ -61,7 +62,12 @@ def collect(plan: Plan) -> RunMemory:
     uses: dict[str, list[MemoryEstimate]] = {role: [] for role in job.placement.processes}
     # A role may have several models, for example a policy and its rollout engine in one process.
     for use in plan.models:
-        uses[use.role].append(estimate_use(use, job, plan.longest, capacity.device))
+        estimate = estimate_use(use, job, plan.longest, capacity.device)
+        # Every rank of the policy has the responses of the whole step, and selects its share by itself.
+        if use.publishes and plan.config.rollout.routing_replay != "off":
+            nbytes = route_bytes(model_size(use.path), plan.config.step_size, plan.longest)
+            estimate = replace(estimate, routes=nbytes)
+        uses[use.role].append(estimate)
     estimates = {role: _estimate_role(of_role) for role, of_role in uses.items()}
     return RunMemory(
         job=job, config=plan.config, nodes=plan.nodes, estimates=estimates, capacity=capacity, overlaps=plan.overlaps

@@ -8,5 +8,6 @@ PROVIDES = {
         "check": "functions:reward_function",
         "file": "functions:code_of_file",
         "by names": "functions:by_names",
+        "parameters of one": "functions:OF_ONE",
     },
 }

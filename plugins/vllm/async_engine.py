@@ -178,8 +178,8 @@ class AsyncVLLMEngine(AsyncEngine):
         outputs = self._llm.generate(prompt, options.scoring_parameters(), request_id, lora_request=self._adapters)
         return options.prompt_scores([output async for output in outputs][-1])
 
-    async def gpu_memory(self) -> dict[str, float]:
-        return (await self._llm.collective_rpc("gpu_memory"))[0]
+    async def metrics(self) -> dict[str, float]:
+        return (await self._llm.collective_rpc("gpu_memory"))[0] | options.check_metrics(self._engine_check)
 
     async def sleep(self, level: int = 1) -> int:
         if self._asleep or not self._can_free():

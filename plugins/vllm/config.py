@@ -76,6 +76,7 @@ class VLLMRolloutConfig(PagedRolloutConfig):
             gpu_memory_utilization=options.gpu_memory or (shared if setting.shares_devices else 0.9),
             cpu_cache_gb=options.cpu_cache_gb,
             enforce_eager=options.enforce_eager,
+            own_process=options.own_process,
             enable_prefix_caching=options.prefix_caching,
             enable_sleep=setting.engines_sleep,
             lora_rank=setting.lora_rank,

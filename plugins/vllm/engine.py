@@ -7,6 +7,7 @@ or other requests. With the same seed they differ from the tokens of the hf engi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from components.batch import Batch
 from components.generate.config import SamplingConfig
 from components.generate.engine import Completions, RolloutEngine
+from components.generate.times import GenerationTimes
 from components.models.end_tokens import end_tokens_of
 from components.process.heartbeat import beat
 from components.registry import load
@@ -35,6 +37,9 @@ _LOOK_S = 5.0
 class VLLMRolloutEngine(RolloutEngine):
     """Engine that runs vLLM's `LLM` in this process, in a child process, or in one process per device."""
 
+    on_finished: Callable[[int, Sequence[int]], object] | None = None
+    """Called with the index of a prompt and the tokens of its response when the response is complete."""
+
     def __init__(self, model_path: str | Path, config: VLLMRolloutConfig | None = None) -> None:
         """
         Args:
@@ -47,6 +52,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._model_path = model_path
         self._end_tokens = end_tokens_of(model_path)
         self._awake: set[str] = set()
+        self._times = GenerationTimes()
         options.prepare_process(self.config, in_process=not self.config.own_process)
         set_num_threads, dtype = torch.set_num_threads, torch.get_default_dtype()
         # vLLM seeds the generator, changes the default dtype and fixes the number of threads. A trainer may share this
@@ -58,7 +64,7 @@ class VLLMRolloutEngine(RolloutEngine):
         torch.set_num_threads = set_num_threads
         torch.set_default_dtype(dtype)
         options.log_model_runner(self._llm.llm_engine.vllm_config)
-        self._beat_at_each_step()
+        self._watch_steps()
         self.holds_adapters = self.config.lora_rank > 0
         self._adapters: Any = adapter_request() if self.holds_adapters else None
         self._engine_check: Any = options.open_check(self.config)
@@ -104,26 +110,46 @@ class VLLMRolloutEngine(RolloutEngine):
         outputs = self._llm.generate(prompts, options.scoring_parameters(), use_tqdm=False, lora_request=self._adapters)
         return [options.prompt_scores(output) for output in outputs]
 
+    def _generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
+        with self._times.generation(sampling):
+            return super()._generate(prompts, sampling)
+
     def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
         outputs: list[Any] = []
         if len(prompts):
             rows, parameters = options.requests(prompts, sampling, self._end_tokens)
+            # vLLM numbers the requests in their order.
+            self._first_request = self._llm.request_counter.counter
             outputs = self._llm.generate(rows, parameters, use_tqdm=False, lora_request=self._adapters)
         drawn = options.completions([output.outputs[0] for output in outputs], sampling.max_new_tokens)
         if self._routes is None:
             return drawn
         return replace(drawn, per_token=self._routes.columns(outputs))
 
-    def _beat_at_each_step(self) -> None:
+    def _watch_steps(self) -> None:
+        """At each step of vLLM send a heartbeat, measure the step, and report complete responses."""
         engine = self._llm.llm_engine
         step = engine.step
+        get_output = engine.engine_core.get_output
 
         def beating_step() -> Any:
             outputs = step()  # generates one token of each running request
             beat()
+            if self.on_finished is not None:
+                for output in outputs:
+                    self.on_finished(int(output.request_id) - self._first_request, output.outputs[0].token_ids)
             return outputs
 
+        def timed_output() -> Any:
+            with self._times.measure("decode"):
+                model_outputs = get_output()
+                # vLLM reports on the prefill of a request with its first token.
+                if any(output.prefill_stats is not None for output in model_outputs.outputs):
+                    self._times.rename("prefill")
+            return model_outputs
+
         engine.step = beating_step
+        engine.engine_core.get_output = timed_output
         if self.config.own_process:
             # vLLM waits without a timeout, so a killed process would hang this one.
             engine.engine_core.outputs_queue.get = partial(_next_outputs, engine.engine_core)
@@ -139,8 +165,9 @@ class VLLMRolloutEngine(RolloutEngine):
             raise RuntimeError("vLLM keeps what prompts were to the old weights; nothing may be generated meanwhile")
         return options.same_digests(digests)
 
-    def gpu_memory(self) -> dict[str, float]:
-        return self._llm.collective_rpc("gpu_memory")[0]
+    def metrics(self) -> dict[str, float]:
+        memory = self._llm.collective_rpc("gpu_memory")[0]
+        return memory | self._times.take() | options.check_metrics(self._engine_check)
 
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         return options.parameters_of(self._model_path)

@@ -247,6 +247,11 @@ def open_check(config: VLLMRolloutConfig) -> Any:
     return kind and kind(config.check_every, config.precision or config.dtype)
 
 
+def check_metrics(check: Any) -> dict[str, float]:
+    """Return the metrics of the last check of an engine, or none without a check."""
+    return {} if check is None else check.metrics
+
+
 def requests(prompts: Batch, sampling: SamplingConfig, end_tokens: Sequence[int] = ()) -> tuple[list[Any], list[Any]]:
     """Return vLLM's prompts and `SamplingParams` of a batch. See `sampling_parameters` for `end_tokens`."""
     seeds = request_seeds(

@@ -39,6 +39,8 @@ from components.weights.verification import TensorDigests
 _DEVICE = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
 REPLACEMENT_S = 5.0
 """Time in seconds for which a rank waits for an engine, if the connection of the one before it is closed."""
+ATTEMPTS = 3
+"""Number of consecutive versions that a reader did not receive after which a rank sends no more versions."""
 LOOK_S = 0.2
 """Interval in seconds at which a waiting engine looks whether the version was sent without it."""
 _log = logging.getLogger(__name__)
@@ -63,6 +65,12 @@ class IPCCarrier(SendingCarrier):
     @property
     def gathers_everywhere(self) -> bool:
         return self.setting.device.type == "cuda"
+
+    @property
+    def can_send(self) -> bool:
+        # With several senders, rank 0 does not know of the others. Their engines request each version then.
+        is_only = self.setting.readers == 1 or not self.gathers_everywhere
+        return not (is_only and self._sender is not None and self._sender.has_given_up)
 
     @property
     def route(self) -> str:
@@ -118,6 +126,7 @@ class BucketSender:
         self._connected: list[Connection] = []
         """Connections of the readers that have not ended."""
         self._has_sent = False
+        self._failures = 0
         self._path = _socket_of(folder, device)
         self._newest = _newest_of(self._path)
         self._remove_files()
@@ -125,10 +134,16 @@ class BucketSender:
         self._listening.bind(str(self._path))
         self._listening.listen()
 
+    @property
+    def has_given_up(self) -> bool:
+        """True if no more versions are sent, after ATTEMPTS consecutive ones that a reader did not receive."""
+        return self._failures >= ATTEMPTS
+
     def close(self) -> None:
         self._listening.close()
         for reader in self._connected:
             reader.close()
+        self._connected = []
         self._remove_files()
 
     def _remove_files(self) -> None:
@@ -149,7 +164,8 @@ class BucketSender:
 
         When the iterator is exhausted, every reader has all tensors or was given up.
         """
-        readers = self._arrived(version)
+        is_sent = not self.has_given_up
+        readers = self._arrived(version) if is_sent else []
         transfer = _Transfer(readers, self._device, self._bucket_bytes, to_host, self._timeout_seconds, dtype, digests)
         try:
             yield from transfer.passed(tensors)
@@ -161,8 +177,20 @@ class BucketSender:
             raise
         finally:
             self._has_sent = True
-            self._newest.write_text(str(version))
+            if is_sent:
+                self._newest.write_text(str(version))
         self._connected += readers
+        if is_sent:
+            self._count(is_complete=len(readers) == self._readers)
+
+    def _count(self, *, is_complete: bool) -> None:
+        """Count consecutive versions that a reader did not receive, and give up after ATTEMPTS of them."""
+        self._failures = 0 if is_complete else self._failures + 1
+        if self.has_given_up:
+            text = "weights: %d versions did not arrive on %s, and no more are sent; later ones are in shared memory"
+            _log.warning(text, self._failures, self._device)
+            # Without the socket, an engine sees at once that nothing comes.
+            self.close()
 
     def _arrived(self, version: int) -> list[Connection]:
         """Return the connections of the readers that request this version.

@@ -465,7 +465,7 @@ class VerlPPOConfig(PPORunOptions):
         config = super().rollout_engine()
         if not isinstance(config, PagedRolloutConfig):
             return config
-        return replace(config, own_process=self.placement.is_hybrid)
+        return replace(config, own_process=config.own_process or self.placement.is_hybrid)
 
     # --- the data
 

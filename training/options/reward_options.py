@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from components.ranges import Count, Seconds, Share
 from components.rewards.base import RewardSettings
-from training.options.schema import Options
+from training.options.schema import Options, of_plugin
 
 
 @dataclass(kw_only=True)
@@ -25,6 +25,10 @@ class RewardOptions(Options, group="reward"):
     max_failed_share: Share = 0.1
     """Maximum share of a batch's responses that may fail before the run stops. Up to two failures are tolerated at any
     share above 0, unless they are the whole batch. 0 tolerates none."""
+    while_generating: bool = of_plugin("streamed_rewards", True)
+    """vllm: score each response when it is complete, while others are generated, if the reward is a scorer, a function
+    of one response in verl's signature, or a sum of these. Changes the speed, not the rewards. Each engine has
+    reward.workers processes. false scores all responses after the generation."""
     url_timeout_s: Seconds = 180.0
     """Timeout of one request to a reward server, in seconds. A request is tried five times."""
     url_batch_size: Count = 64

@@ -47,6 +47,9 @@ class RolloutOptions(Options, group="rollout"):
     """vllm: size of an engine's key-value cache on a CPU, in GiB."""
     enforce_eager: bool = of_plugin("vllm", False, engine=("auto", "vllm"))
     """vllm: disable CUDA graphs. They make start-up slower and generation faster. No effect on a CPU."""
+    own_process: bool = of_plugin("vllm", False, engine=("auto", "vllm"))
+    """vllm: run the core of each engine in a process of its own, so that work on requests and outputs overlaps with
+    the steps of the model. Needs a further CPU core and 1 GB of host memory per engine. Affects speed, not tokens."""
     prefix_caching: bool = of_plugin("vllm", True, engine=("auto", "vllm"))
     """vllm: compute the common prefix of prompts once and cache it. Affects speed, not tokens."""
     verify_weight_sync: bool = False

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from components.batch import Batch
 from components.generate.config import SamplingConfig
 from components.generate.opening import open_rollout_engine
 from components.generate.sampler import Collected, GroupSampler, Sampler
 from components.models.device import is_engine_dead
-from components.registry import load
+from components.registry import find, load
 from components.weights.publisher import WeightHandle, nearby
 from components.weights.timing import SyncTimer
 from core import BaseWorkload, rpc, trainer_invocation
@@ -53,7 +53,7 @@ class SamplingWorker(BaseWorkload):
         requests it before it generates.
 
         Returns:
-            Metrics of the GPU memory that the engine has allocated, and the seconds `sync_wake` and `sync_load`.
+            Metrics of the engine (see `RolloutEngine.metrics`), and the seconds `sync_wake` and `sync_load`.
         """
         with self._timer.measure("wake"):
             self.sampler.wake(for_weights=True)
@@ -74,7 +74,7 @@ class SamplingWorker(BaseWorkload):
             _log.warning("the engine lacks version %d of the weights, and will request it: %r", handle.version, error)
         seconds = self._timer.seconds
         self._timer = SyncTimer()
-        return self.sampler.gpu_memory() | {f"sync_{part}": value for part, value in seconds.items()}
+        return self.sampler.metrics() | {f"sync_{part}": value for part, value in seconds.items()}
 
     @property
     def _has_received(self) -> bool:
@@ -136,11 +136,15 @@ class RolloutWorker(SamplingWorker):
     """One rollout engine of the policy."""
 
     config: RLOptions
+    streamed: Any = None
+    """Scores responses while others are generated, or None if the trainer scores them all."""
 
     @trainer_invocation(blocking=False, idempotent=True, replay="last")
     def load(self, model_path: str) -> None:
         """Load the initial policy."""
         self.open_sampler(model_path)
+        open_streamed = find("streamed rewards", self.config.rollout.engine)
+        self.streamed = open_streamed and open_streamed(self.config)
 
     @trainer_invocation(idempotent=True, post_func=Batch.concat)
     def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
@@ -148,9 +152,11 @@ class RolloutWorker(SamplingWorker):
 
         Returns:
             A batch with tokens, action_mask and rollout_logprob [N] per token, and prompt_length, truncated and
-            weight_version [B] per response.
+            weight_version [B] per response. See `PolicyRun.add_rewards` if it has rewards.
         """
         self._restore_weights()
+        if self.streamed:
+            return self.streamed.generate(self.sampler, prompts, sampling)
         return self.sampler.generate(prompts, sampling)
 
     def is_fatal(self, error: Exception) -> bool:

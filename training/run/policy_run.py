@@ -143,6 +143,9 @@ class PolicyRun(Run[Batch]):
 
     def add_rewards(self, rollouts: Batch, heldout: bool = False) -> Batch:  # noqa: ARG002 - recipes read it
         """Add `reward`, `score` and `reward_failed` [B], from `reward.source` or from the environment of the agent."""
+        # Responses of engines that have scored them already (reward.while_generating). Episodes have `num_turns`.
+        if "reward_failed" in rollouts and "num_turns" not in rollouts:
+            return rollouts
         return add_rewards(rollouts, self.reward, self.tokenizer, self.info, self.step)
 
     def drop_failed(self, rollouts: Batch, heldout: bool = False) -> Batch:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from components.registry import find
 from training.run.checkpoint_size import checkpoint_bytes
 from training.run.phase_clock import PhaseClock
 from training.run.progress import Progress, RunCheckpoints
@@ -103,7 +104,8 @@ class Run(Generic[Item]):
         )
         # Before the tracker, which removes the records of steps after the one that the run resumes from.
         folder, saved = self.checkpoints.load(config.resume, left) or (None, {})
-        self.tracker = Tracker(
+        # With the plug-in rollout_writer, files of rollouts are written while the next step runs.
+        self.tracker = (find("tracker", "background") or Tracker)(
             config.run_dir,
             self.recipe.name,
             self.trainer.config,

@@ -14,7 +14,8 @@ class Rollout(RolloutWorker):
     @rpc(remote_call.rollout_init, idempotent=True, replay="last")
     def init_model(self, model_path: str) -> None:
         """Load the initial policy."""
-        self.load(model_path)
+        # Not `load`: the reward role computes the rewards, so that they are not computed here.
+        self.open_sampler(model_path)
 
     @rpc(remote_call.generate_samples, idempotent=True)
     def generate_parts(self, prompts: list[Batch], sampling: SamplingConfig) -> list[Batch]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from components.batch import Batch
-from components.generate.config import SamplingConfig
+from components.generate.config import EVALUATION_STEP, SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
 from components.generate.opening import open_rollout_engine
 from components.models.causal import token_logprobs
@@ -64,6 +65,20 @@ def test_greedy_responses_equal_those_of_hf(engine: VLLMRolloutEngine, hf: HFRol
     assert torch.equal(actual["truncated"], expected["truncated"])
     assert {row[-1] == 1 for row in answers_of(actual)} == {True, False}
     assert (actual["rollout_logprob"] - expected["rollout_logprob"]).abs().max() < 1e-4
+
+
+def test_parts_of_a_generation_add_up_to_its_time(engine: VLLMRolloutEngine) -> None:
+    engine.metrics()
+    began = time.monotonic()
+    engine.generate(uneven_prompts(32), SamplingConfig(max_new_tokens=16))
+    took = time.monotonic() - began
+    times = [value for name, value in engine.metrics().items() if name.startswith("generate_")]
+    assert len(times) == 3
+    # 15 of the 16 model steps have no first token.
+    assert 0 < times[0] < times[1]
+    assert 0.95 * took - 0.001 < sum(times) <= took
+    engine.generate(uneven_prompts(2), SamplingConfig(max_new_tokens=2, step=EVALUATION_STEP))
+    assert not any(value for name, value in engine.metrics().items() if name.startswith("generate_"))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

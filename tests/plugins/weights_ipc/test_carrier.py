@@ -21,7 +21,7 @@ from components.weights.carrier import CarrierSetting
 from components.weights.digest import digest
 from components.weights.publisher import WeightHandle
 from plugins.vllm.config import VLLMRolloutConfig
-from plugins.weights_ipc.carrier import REPLACEMENT_S, BucketSender, IPCCarrier, read_sent
+from plugins.weights_ipc.carrier import ATTEMPTS, REPLACEMENT_S, BucketSender, IPCCarrier, read_sent
 from tests.components.generate.test_hf_engine import completions, named_weights, some_prompts
 from tests.components.helpers.ranks import FORKS
 from tests.components.helpers.vllm_models import answers_of, uneven_prompts, write_vllm_model
@@ -154,6 +154,31 @@ def carrier_of(folder: Path, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int)
     return IPCCarrier(
         CarrierSetting(rank=0, device=CPU, shared_dir=folder, fallback_dir=folder / "disk", readers=1, serve=False)
     )
+
+
+def test_a_rank_gives_up_after_repeated_failures_and_writes_later_versions(
+    tied_model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    carrier = carrier_of(folder, monkeypatch, BUCKET_BYTES)
+    assert carrier._sender is not None
+    monkeypatch.setattr(carrier._sender, "_timeout_seconds", 0.1)
+    for version in range(1, ATTEMPTS + 1):
+        assert carrier.announce(version) is not None
+        publish(carrier, version, tied_model)
+    assert caplog.text.count("no more are sent") == 1
+    assert carrier.announce(4) is None
+    began = time.monotonic()
+    handle = publish(carrier, 4, tied_model)
+    assert time.monotonic() - began < 5
+    assert not handle.is_sent
+    engine = HFRolloutEngine(tied_model)
+    engine.receive(handle, verify=True)
+    assert engine.weight_version == 4
+    # An engine of another rank that still expects a version sees at once that nothing comes.
+    with pytest.raises(FileNotFoundError):
+        next(read_sent(folder, 5, timeout_seconds=60))
+    assert caplog.text.count("no more are sent") == 1
+    carrier.close()
 
 
 def publish(carrier: IPCCarrier, version: int, model: Path, *, again: bool = False) -> WeightHandle:

@@ -77,9 +77,11 @@ def test_the_page_of_metrics_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> N
 def test_engine_metrics_are_the_maximum_over_engines_and_have_a_meaning() -> None:
     each = [
         {"gpu_memory_gb": 3.0, "gpu_memory_reserved_gb": 4.5},
-        {"gpu_memory_gb": 1.0, "gpu_memory_reserved_gb": 5.0},
+        # Only this engine was checked.
+        {"gpu_memory_gb": 1.0, "gpu_memory_reserved_gb": 5.0, "check_gap_mean": 1e-6},
     ]
     metrics = engine_metrics(each)
-    assert metrics == {"rollout/gpu_memory_gb": 3.0, "rollout/gpu_memory_reserved_gb": 5.0}
+    memory = {"rollout/gpu_memory_gb": 3.0, "rollout/gpu_memory_reserved_gb": 5.0}
+    assert metrics == memory | {"rollout/check_gap_mean": 1e-6}
     assert all(metric_of(name) for name in metrics)
     assert engine_metrics([{}, {}]) == {}  # on CPUs
