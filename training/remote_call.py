@@ -27,17 +27,15 @@ def sync_metrics(handle: "WeightHandle", engines: Sequence[dict[str, float]]) ->
 
     The times are parts of the phases `sync` (these overlap) and `generate`. They are not phases themselves.
     """
-    metrics = engine_metrics(engines)
-    times = {f"sync_{part}": seconds for part, seconds in handle.seconds.items()}
-    for name in [name for name in metrics if name.startswith(("rollout/sync_", "rollout/generate_"))]:
-        times[name.removeprefix("rollout/")] = metrics.pop(name)
-    return metrics | {f"timing_s/{name}": seconds for name, seconds in times.items()}
+    times = {f"timing_s/sync_{part}": seconds for part, seconds in handle.seconds.items()}
+    return times | engine_metrics(engines)
 
 
 def engine_metrics(engines: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the maximum of each metric over the engines that have it, as `rollout/<name>`."""
+    """Return the maximum of each metric over the engines that have it. A name without a prefix gets `rollout/`."""
     names = dict.fromkeys(name for metrics in engines for name in metrics)
-    return {f"rollout/{name}": max(metrics[name] for metrics in engines if name in metrics) for name in names}
+    largest = {name: max(metrics[name] for metrics in engines if name in metrics) for name in names}
+    return {name if "/" in name else f"rollout/{name}": value for name, value in largest.items()}
 
 
 def announce_weights(version: int) -> "Future[list[WeightHandle | None]]":

@@ -169,8 +169,8 @@ class RolloutEngine(WeightVersions):
         """Generate completions for prompts that have been checked. There may be no prompts."""
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the engine: the peak GPU memory of its first process (the others are alike), and the seconds
-        of the parts of generation since the last call, if the engine measures them.
+        """Return metrics of the engine: the peak GPU memory of its first process (the others are alike), and, if it
+        measures them, the seconds of the parts of generation since the last call.
         """
         return peak_gpu_memory()
 

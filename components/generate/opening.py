@@ -7,7 +7,7 @@ other roles of the run are set up.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from components.generate.config import HFRolloutConfig, RolloutConfig
 from components.generate.hf_engine import HFRolloutEngine
@@ -27,7 +27,5 @@ def open_rollout_engine(model_path: str | Path, config: RolloutConfig) -> Rollou
         config: configuration of the engine.
     """
     if config.NAME == HFRolloutConfig.NAME:
-        # For the type checker: a configuration of another class has another name.
-        assert isinstance(config, HFRolloutConfig)
-        return (find("timed engine", config.NAME) or HFRolloutEngine)(model_path, config)
+        return (find("timed engine", config.NAME) or cast(Any, HFRolloutEngine))(model_path, config)
     return load("rollout engine", config.NAME, "rollout.engine")(model_path, config)

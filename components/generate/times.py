@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from components.generate.config import EVALUATION_STEP, SamplingConfig
 
-PARTS = ("prefill", "decode", "objects")
+PARTS: tuple[str, ...] = ("prefill", "decode", "objects")
 """`prefill`: until the first tokens. `decode`: the following tokens. `objects`: everything else, such as requests,
 outputs and batches."""
 
@@ -17,7 +17,7 @@ class GenerationTimes:
     """Seconds of each part of generation since the last `take`. The parts of a generation add up to its time."""
 
     def __init__(self) -> None:
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         self._part: str | None = None
         """Part that is running, or None outside of a measured generation."""
         self._since = 0.0
@@ -54,8 +54,8 @@ class GenerationTimes:
             self._part = part
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of all parts as `generate_<part>`, and set them to 0."""
-        seconds = {f"generate_{part}": value for part, value in self._seconds.items()}
+        """Return the seconds of all parts as `timing_s/generate_<part>`, and set them to 0."""
+        seconds = {f"timing_s/generate_{part}": value for part, value in self._seconds.items()}
         self._seconds = dict.fromkeys(PARTS, 0.0)
         return seconds
 

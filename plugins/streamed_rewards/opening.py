@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from components.registry import load
 from components.rewards.base import FUNCTIONS, is_reward_file, reward_parts
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from training.options.rl_options import RLOptions
 
 
-def open_streamed_rewards(config: RLOptions) -> StreamedRewards | None:
+def open_streamed_rewards(config: RLOptions, engine: Any) -> StreamedRewards | None:
     """Start the reward workers beside an engine. Return None if responses are scored after the generation."""
     if not config.reward.while_generating or config.agent.func_path:
         return None
     source = config.reward_source
     if source is None or not all(is_of_one(part) for _, part in reward_parts(source)):
         return None
-    return StreamedRewards(open_reward(source, config.reward.settings()), config.model.tokenizer())
+    return StreamedRewards(engine, open_reward(source, config.reward.settings()), config.model.tokenizer())
 
 
 def is_of_one(part: str) -> bool:

@@ -25,21 +25,22 @@ _log = logging.getLogger(__name__)
 class StreamedRewards:
     """Generates with an engine, and scores each response when it is complete."""
 
-    def __init__(self, source: RewardSource, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, engine: Any, source: RewardSource, tokenizer: PreTrainedTokenizerBase) -> None:
         """
-        Args:
-            source: reward of which each response is independent of the others.
-            tokenizer: tokenizer of the policy.
-        """
-        self._source = source
-        self._tokenizer = tokenizer
-
-    def generate(self, engine: Any, prompts: Batch, sampling: SamplingConfig) -> Batch:
-        """Generate as `RolloutEngine.generate` does.
-
         Args:
             engine: engine with an attribute `on_finished`, which it calls with the index and the tokens of each
                 complete response.
+            source: reward of which each response is independent of the others.
+            tokenizer: tokenizer of the policy.
+        """
+        self._engine = engine
+        self._source = source
+        self._tokenizer = tokenizer
+
+    def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
+        """Generate as `RolloutEngine.generate` does.
+
+        Args:
             prompts: see `RolloutEngine.generate`, with the columns that rewards read.
             sampling: sampling parameters. Evaluations are scored afterwards, as their reward may be another one.
 
@@ -47,14 +48,14 @@ class StreamedRewards:
             The responses, with the columns of `with_rewards` unless one of them failed.
         """
         if sampling.step == EVALUATION_STEP or not len(prompts):
-            return engine.generate(prompts, sampling)
+            return self._engine.generate(prompts, sampling)
         # As in the trainer, where the step begins once its rollouts are complete.
         scoring = _Scoring(self._source, self._tokenizer, prompts, sampling.step - 1)
-        engine.on_finished = scoring.add
+        self._engine.on_finished = scoring.add
         try:
-            rollouts: Batch = engine.generate(prompts, sampling)
+            rollouts: Batch = self._engine.generate(prompts, sampling)
         finally:
-            engine.on_finished = None
+            self._engine.on_finished = None
             scoring.end()
         output = scoring.output()
         return rollouts if output is None else with_rewards(rollouts, output, _log.info)
@@ -76,9 +77,7 @@ class _Scored:
 class _Scoring:
     """Scores the responses of one batch in a thread."""
 
-    def __init__(
-        self, source: RewardSource, tokenizer: PreTrainedTokenizerBase, prompts: Batch, step: int
-    ) -> None:
+    def __init__(self, source: RewardSource, tokenizer: PreTrainedTokenizerBase, prompts: Batch, step: int) -> None:
         self._source = source
         self._tokenizer = tokenizer
         self._prompts = prompts
@@ -104,7 +103,9 @@ class _Scoring:
         count = len(self._prompts)
         if self._has_failed or sum(len(part.indices) for part in self._scored) != count:
             return None
-        names = dict.fromkeys(name for part in self._scored for name in part.output.logs)
+        # In the order of the columns of a whole batch: a part may lack some of the numbers.
+        most_first = sorted(self._scored, key=lambda part: -len(part.output.logs))
+        names = dict.fromkeys(name for part in most_first for name in part.output.logs)
         # NaN where a response has no number, as in `join_columns`.
         logs = {name: torch.full((count,), torch.nan) for name in names}
         reward_B = torch.zeros(count)

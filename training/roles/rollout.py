@@ -29,12 +29,8 @@ class SamplingWorker(BaseWorkload):
     received: WeightHandle | None = None
     """Handle of the newest weights received, or None if the engine still has the weights it loaded."""
 
-    _timer: SyncTimer
-    """Times of the current weight sync."""
-
     def open_sampler(self, model_path: str) -> None:
         """Load the initial policy into an engine."""
-        self._timer = SyncTimer()
         config = self.config
         # The runner of episodes is a plug-in's. A single turn calls the engine directly, without a step in between.
         if config.agent.func_path is None and not config.asynchronous.partial_rollout:
@@ -53,9 +49,11 @@ class SamplingWorker(BaseWorkload):
         requests it before it generates.
 
         Returns:
-            Metrics of the engine (see `RolloutEngine.metrics`), and the seconds `sync_wake` and `sync_load`.
+            Metrics of the engine (see `RolloutEngine.metrics`), and the seconds `timing_s/sync_wake` and
+            `timing_s/sync_load`.
         """
-        with self._timer.measure("wake"):
+        timer = SyncTimer()
+        with timer.measure("wake"):
             self.sampler.wake(for_weights=True)
         self.received = handle
         parts = self.config.rollout.tensor_parallel
@@ -66,15 +64,13 @@ class SamplingWorker(BaseWorkload):
             readers=1 if handle.is_sent or self._has_received else parts,
         )
         try:
-            with self._timer.measure("load"), arriving as local_handle:
+            with timer.measure("load"), arriving as local_handle:
                 self.sampler.receive(local_handle, verify=self.config.rollout.verify_weight_sync)
         except Exception as error:  # vLLM raises errors of its processes as plain Exception
             if not handle.is_sent or is_engine_dead(error):
                 raise
             _log.warning("the engine lacks version %d of the weights, and will request it: %r", handle.version, error)
-        seconds = self._timer.seconds
-        self._timer = SyncTimer()
-        return self.sampler.metrics() | {f"sync_{part}": value for part, value in seconds.items()}
+        return self.sampler.metrics() | {f"timing_s/sync_{part}": value for part, value in timer.seconds.items()}
 
     @property
     def _has_received(self) -> bool:
@@ -144,7 +140,7 @@ class RolloutWorker(SamplingWorker):
         """Load the initial policy."""
         self.open_sampler(model_path)
         open_streamed = find("streamed rewards", self.config.rollout.engine)
-        self.streamed = open_streamed and open_streamed(self.config)
+        self.streamed = open_streamed and open_streamed(self.config, self.sampler)
 
     @trainer_invocation(idempotent=True, post_func=Batch.concat)
     def generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
@@ -155,9 +151,7 @@ class RolloutWorker(SamplingWorker):
             weight_version [B] per response. See `PolicyRun.add_rewards` if it has rewards.
         """
         self._restore_weights()
-        if self.streamed:
-            return self.streamed.generate(self.sampler, prompts, sampling)
-        return self.sampler.generate(prompts, sampling)
+        return (self.streamed or self.sampler).generate(prompts, sampling)
 
     def is_fatal(self, error: Exception) -> bool:
         """Return True for a dead engine or one that is out of memory. A new engine replaces it."""

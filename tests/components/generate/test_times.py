@@ -29,7 +29,8 @@ def test_the_parts_of_a_generation_add_up_to_its_time(advance: list[float]) -> N
             times.rename("prefill")
         advance[0] += 32
     advance[0] += 64  # outside of a generation
-    assert times.take() == {"generate_prefill": 20.0, "generate_decode": 10.0, "generate_objects": 33.0}
+    expected = {"prefill": 20.0, "decode": 10.0, "objects": 33.0}
+    assert times.take() == {f"timing_s/generate_{part}": seconds for part, seconds in expected.items()}
     assert set(times.take().values()) == {0.0}
 
 
@@ -51,4 +52,4 @@ def test_a_generation_that_fails_is_closed(advance: list[float]) -> None:
     advance[0] += 5
     with times.measure("decode"):
         advance[0] += 7
-    assert times.take()["generate_decode"] == 3
+    assert times.take()["timing_s/generate_decode"] == 3

@@ -63,8 +63,8 @@ def test_differences_beyond_the_precision_and_nan_are_unexplained() -> None:
         # An engine with few positions computes only the first tokens.
         assert check.is_explained(check.gap(handle, [[-1.0, -2.0 - limit], [-3.0]]))
         assert check.metrics["check_gap_limit"] == limit
-        assert check.metrics["check_gap_max"] == pytest.approx(limit)
-        assert check.metrics["check_gap_mean"] == pytest.approx(limit / 3)
+        assert check.metrics["check_gap_max"] == pytest.approx(limit, rel=1e-3)
+        assert check.metrics["check_gap_mean"] == pytest.approx(limit / 3, rel=1e-3)
         assert not check.is_explained(check.gap(handle, [[-1.0, -2.0], [-3.0, -4.0 - 5 * limit]]))
         assert not check.is_explained(check.gap(handle, [[-1.0, float("nan")], [-3.0, -4.0]]))
 

@@ -27,11 +27,11 @@ def test_parts_of_a_generation_add_up_and_tokens_are_those_of_the_engine_without
     began = time.monotonic()
     responses = engine.generate(PROMPTS, sampling)
     took = time.monotonic() - began
-    times = {name: value for name, value in engine.metrics().items() if name.startswith("generate_")}
-    assert list(times) == ["generate_prefill", "generate_decode", "generate_objects"]
+    times = {name: value for name, value in engine.metrics().items() if name.startswith("timing_s/")}
+    assert list(times) == [f"timing_s/generate_{part}" for part in ("prefill", "decode", "objects")]
     assert min(times.values()) > 0
     assert 0.9 * took - 0.001 < sum(times.values()) <= took
     plain = HFRolloutEngine(model, config).generate(PROMPTS, sampling)
     assert all(torch.equal(responses[name], plain[name]) for name in ("tokens", "rollout_logprob"))
     engine.generate(PROMPTS, SamplingConfig(max_new_tokens=2, step=EVALUATION_STEP))
-    assert not any(value for name, value in engine.metrics().items() if name.startswith("generate_"))
+    assert not any(value for name, value in engine.metrics().items() if name.startswith("timing_s/"))

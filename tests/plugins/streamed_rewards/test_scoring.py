@@ -87,12 +87,12 @@ def test_rewards_are_equal_to_the_bit_to_those_after_the_generation(engine: Repo
     said: list[str] = []
     for source_spec in (reward_file(tmp_path), spec):
         with open_reward(source_spec, RewardSettings(workers=2)) as source:
-            streamed = StreamedRewards(source, tokenizer).generate(engine, prompts(), SAMPLING)
+            streamed = StreamedRewards(engine, source, tokenizer).generate(prompts(), SAMPLING)
             rollouts = engine.generate(prompts(), SAMPLING)
             assert_equal(streamed, add_rewards(rollouts, source, tokenizer, said.append, SAMPLING.step - 1))
             # An evaluation may have another reward, and is scored by the trainer.
             held_out = SamplingConfig(max_new_tokens=2, step=EVALUATION_STEP)
-            assert "reward" not in StreamedRewards(source, tokenizer).generate(engine, prompts(), held_out)
+            assert "reward" not in StreamedRewards(engine, source, tokenizer).generate(prompts(), held_out)
     assert said == []
     assert bool(streamed["reward"].unique().numel() > 3)
 
@@ -100,7 +100,7 @@ def test_rewards_are_equal_to_the_bit_to_those_after_the_generation(engine: Repo
 def test_a_batch_with_a_failed_response_is_left_to_the_trainer(engine: Reporting, tmp_path: Path) -> None:
     tokenizer = character_tokenizer("abcdefghijklmnopqrst")
     with open_reward(reward_file(tmp_path, fails=True)) as source:
-        rollouts = StreamedRewards(source, tokenizer).generate(engine, prompts(), SAMPLING)
+        rollouts = StreamedRewards(engine, source, tokenizer).generate(prompts(), SAMPLING)
     assert "reward" not in rollouts
     assert len(rollouts) == COUNT
     assert engine.on_finished is None
@@ -129,8 +129,7 @@ def test_vllm_generates_while_the_first_responses_are_scored(tmp_path: Path) -> 
     )
     finished: list[float] = []
     with WorkerReward(reward_file(tmp_path, seconds=0.002), RewardSettings()) as source:
-        streamed = StreamedRewards(source, tokenizer)
-        rollouts = streamed.generate(engine, batch, sampling)
+        rollouts = StreamedRewards(engine, source, tokenizer).generate(batch, sampling)
         engine.on_finished = lambda index, tokens: finished.append(time.monotonic())
         again = engine.generate(batch, sampling)
         ended = time.monotonic()

@@ -72,13 +72,13 @@ def test_parts_of_a_generation_add_up_to_its_time(engine: VLLMRolloutEngine) -> 
     began = time.monotonic()
     engine.generate(uneven_prompts(32), SamplingConfig(max_new_tokens=16))
     took = time.monotonic() - began
-    times = [value for name, value in engine.metrics().items() if name.startswith("generate_")]
+    times = [value for name, value in engine.metrics().items() if name.startswith("timing_s/")]
     assert len(times) == 3
     # 15 of the 16 model steps have no first token.
     assert 0 < times[0] < times[1]
     assert 0.95 * took - 0.001 < sum(times) <= took
     engine.generate(uneven_prompts(2), SamplingConfig(max_new_tokens=2, step=EVALUATION_STEP))
-    assert not any(value for name, value in engine.metrics().items() if name.startswith("generate_"))
+    assert not any(value for name, value in engine.metrics().items() if name.startswith("timing_s/"))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
