@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from components.generate.config import EVALUATION_STEP, SamplingConfig
 
+T = TypeVar("T")
 PARTS: tuple[str, ...] = ("prefill", "decode", "objects")
 """`prefill`: until the first tokens. `decode`: the following tokens. `objects`: everything else, such as requests,
 outputs and batches."""
@@ -48,10 +50,22 @@ class GenerationTimes:
         finally:
             self._begin(outer)
 
-    def rename(self, part: str) -> None:
-        """Add the time of the current block of `measure` to another part."""
-        if self._part is not None:
-            self._part = part
+    def timed(self, get_outputs: Callable[[], T], is_prefill: Callable[[T], bool]) -> Callable[[], T]:
+        """Wrap a function that computes the next tokens. Its time is that of `prefill` or `decode`.
+
+        Args:
+            get_outputs: the function.
+            is_prefill: True if the outputs hold the first token of a response.
+        """
+
+        def get_timed() -> T:
+            with self.measure("decode"):
+                outputs = get_outputs()
+                if self._part is not None and is_prefill(outputs):
+                    self._part = "prefill"
+            return outputs
+
+        return get_timed
 
     def take(self) -> dict[str, float]:
         """Return the seconds of all parts as `timing_s/generate_<part>`, and set them to 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,6 +57,26 @@ class EngineCheck:
             return None
         handle, self._due = self._due, None
         return handle
+
+    @staticmethod
+    def rows(handle: WeightHandle, positions: int | None) -> list[list[int]]:
+        """Return the sequences of a version's probe, cut to the number of positions of the engine."""
+        # One position is reserved: vLLM generates at least one token, which is discarded.
+        return [row[: (positions or len(row) + 1) - 1] for row in handle.probe.tokens]
+
+    @staticmethod
+    def sampling_parameters() -> Any:
+        """Return vLLM's `SamplingParams` of a request for the log-probabilities of its prompt."""
+        from vllm import SamplingParams
+
+        return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+
+    @staticmethod
+    def scores(output: Any) -> list[float]:
+        """Return the log-probability of each token of a `RequestOutput`'s prompt, except the first."""
+        values: list[float] = output.prompt_logprobs.logprobs
+        assert len(values) == len(output.prompt_token_ids) - 1, (len(values), len(output.prompt_token_ids))
+        return values
 
     def gap(self, handle: WeightHandle, logprobs: Sequence[Sequence[float]]) -> Tensor:
         """Return the absolute differences of log-probabilities, in nats.

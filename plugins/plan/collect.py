@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from components.models.size import model_size
+from components.registry import find
 from components.train.config import FrozenConfig, TrainConfig
 from core import Job
 from core.plan import ProcessPlan
 from plugins.plan.capacity import Capacity
 from plugins.plan.memory import MemoryEstimate, frozen, learning, sampling, together
-from plugins.plan.routes import route_bytes
 from training.launch.model_use import ModelUse
 from training.launch.plan import Plan
 
@@ -63,10 +63,8 @@ def collect(plan: Plan) -> RunMemory:
     # A role may have several models, for example a policy and its rollout engine in one process.
     for use in plan.models:
         estimate = estimate_use(use, job, plan.longest, capacity.device)
-        # Every rank of the policy has the responses of the whole step, and selects its share by itself.
-        if use.publishes and plan.config.rollout.routing_replay != "off":
-            nbytes = route_bytes(model_size(use.path), plan.config.step_size, plan.longest)
-            estimate = replace(estimate, routes=nbytes)
+        if use.publishes and (with_routes := find("routing replay plan", "memory")):
+            estimate = with_routes(estimate, use.path, plan.config, plan.longest)
         uses[use.role].append(estimate)
     estimates = {role: _estimate_role(of_role) for role, of_role in uses.items()}
     return RunMemory(

@@ -41,7 +41,7 @@ _REDUCED = 500_000_000
 _STATES = {"fp32": 7, "bf16": 9, "bf16_autocast": 14}
 """Number of hidden states per token that a layer keeps for the backward pass, in values of the matrix products'
 dtype."""
-_ADDED = ("weights", "gradients", "optimizer", "cache", "freed_gradients", "host", "first", "published", "routes")
+_ADDED = ("weights", "gradients", "optimizer", "cache", "freed_gradients", "host", "first", "published")
 """Parts of an estimate that are added if one process has several uses."""
 _LARGEST = ("passes", "base", "loading", "share", "short")
 """Alternatives of which the largest counts, because the uses run one after the other."""
@@ -74,8 +74,6 @@ class MemoryEstimate:
     """Additional host memory of rank 0: the moving average of the weights."""
     published: int = 0
     """Weights for the rollout engines, in shared memory of the machine, or on disk if that is full."""
-    routes: int = 0
-    """Host memory for the experts of each token of a step, if all responses have the maximum length."""
     grows: bool = False
     """True if the cache is not allocated at the start and grows up to the longest possible sequences."""
     sleeps: bool = False

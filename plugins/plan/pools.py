@@ -110,8 +110,7 @@ def machine_pool(run: RunMemory, node: int) -> MemoryPool:
     working = sum(transient) if run.overlaps else max(transient, default=0)
     # All roles load their models at the same time.
     loading = sum(counts[role] * estimate.loading for role, estimate in run.estimates.items())
-    routes = sum(counts[role] * estimate.routes for role, estimate in run.estimates.items())
-    steps = {"start": resident + loading, "work": resident + working + routes}
+    steps = {"start": resident + loading, "work": resident + working}
     return MemoryPool(
         "",
         fixed_bytes,

@@ -41,8 +41,6 @@ def paragraphs(run: RunMemory) -> list[tuple[str, str]]:
     texts = [("memory", text) for text in _pool_texts(run, memory_pools(run))]
     if sends := _sends_text(run):
         texts.append(("sends", sends))
-    if routes := _routes_text(run):
-        texts.append(("routes", routes))
     if not run.is_known:
         texts.append(("unknown", _UNKNOWN))
     return texts
@@ -88,13 +86,3 @@ def _sends_text(run: RunMemory) -> str:
         if estimate.sends
     ]
     return f"{'; '.join(texts)}: maximum that one rank sends to others in an optimizer step" if texts else ""
-
-
-def _routes_text(run: RunMemory) -> str:
-    """Return the host memory of replayed routes as text, or an empty string."""
-    texts = [
-        f"{format_bytes(estimate.routes)} of host memory in each process of {role.lower()}"
-        for role, estimate in run.estimates.items()
-        if estimate.routes
-    ]
-    return f"{'; '.join(texts)}: experts of all tokens of a step, if all responses have maximum length" if texts else ""

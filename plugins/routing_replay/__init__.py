@@ -6,5 +6,6 @@
 PROVIDES = {
     "routing replay": dict.fromkeys(("policy", "engine"), "replay:RoutingReplay"),
     "engine routes": {"vllm": "engine_routes:RouteReader"},
+    "routing replay plan": {"memory": "plan:with_routes"},
     "routing replay check": {"options": "check:faults", "engine": "check:engine_fault"},
 }

@@ -164,7 +164,7 @@ class AsyncVLLMEngine(AsyncEngine):
         check: Any = self._engine_check
         if check is None or (due := check.next(handle, self._asleep)) is None:
             return
-        rows = options.scored_rows(due, self.positions)
+        rows = check.rows(due, self.positions)
         gap_N = check.gap(due, [await self._score(row) for row in rows])
         if check.is_explained(gap_N):
             return
@@ -175,11 +175,14 @@ class AsyncVLLMEngine(AsyncEngine):
         """Return the log-probability of each token except the first."""
         prompt = {"prompt_token_ids": tokens}
         request_id = f"check-{next(self._ids)}"
-        outputs = self._llm.generate(prompt, options.scoring_parameters(), request_id, lora_request=self._adapters)
-        return options.prompt_scores([output async for output in outputs][-1])
+        outputs = self._llm.generate(
+            prompt, self._engine_check.sampling_parameters(), request_id, lora_request=self._adapters
+        )
+        return self._engine_check.scores([output async for output in outputs][-1])
 
     async def metrics(self) -> dict[str, float]:
-        return (await self._llm.collective_rpc("gpu_memory"))[0] | options.check_metrics(self._engine_check)
+        memory = (await self._llm.collective_rpc("gpu_memory"))[0]
+        return memory | (self._engine_check.metrics if self._engine_check else {})
 
     async def sleep(self, level: int = 1) -> int:
         if self._asleep or not self._can_free():

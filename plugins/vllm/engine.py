@@ -94,7 +94,7 @@ class VLLMRolloutEngine(RolloutEngine):
         check: Any = self._engine_check
         if check is None or (due := check.next(handle, self._asleep)) is None:
             return
-        rows = options.scored_rows(due, self.positions)
+        rows = check.rows(due, self.positions)
         gap_N = check.gap(due, self._scores(rows))
         if check.is_explained(gap_N):
             return
@@ -107,8 +107,10 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def _scores(self, rows: list[list[int]]) -> list[list[float]]:
         prompts: list[Any] = [{"prompt_token_ids": row} for row in rows]
-        outputs = self._llm.generate(prompts, options.scoring_parameters(), use_tqdm=False, lora_request=self._adapters)
-        return [options.prompt_scores(output) for output in outputs]
+        outputs = self._llm.generate(
+            prompts, self._engine_check.sampling_parameters(), use_tqdm=False, lora_request=self._adapters
+        )
+        return [self._engine_check.scores(output) for output in outputs]
 
     def _generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
         with self._times.generation(sampling):
@@ -130,7 +132,6 @@ class VLLMRolloutEngine(RolloutEngine):
         """At each step of vLLM send a heartbeat, measure the step, and report complete responses."""
         engine = self._llm.llm_engine
         step = engine.step
-        get_output = engine.engine_core.get_output
 
         def beating_step() -> Any:
             outputs = step()  # generates one token of each running request
@@ -140,16 +141,12 @@ class VLLMRolloutEngine(RolloutEngine):
                     self.on_finished(int(output.request_id) - self._first_request, output.outputs[0].token_ids)
             return outputs
 
-        def timed_output() -> Any:
-            with self._times.measure("decode"):
-                model_outputs = get_output()
-                # vLLM reports on the prefill of a request with its first token.
-                if any(output.prefill_stats is not None for output in model_outputs.outputs):
-                    self._times.rename("prefill")
-            return model_outputs
+        def has_first_token(outputs: Any) -> bool:
+            # vLLM reports on the prefill of a request with its first token.
+            return any(output.prefill_stats is not None for output in outputs.outputs)
 
         engine.step = beating_step
-        engine.engine_core.get_output = timed_output
+        engine.engine_core.get_output = self._times.timed(engine.engine_core.get_output, has_first_token)
         if self.config.own_process:
             # vLLM waits without a timeout, so a killed process would hang this one.
             engine.engine_core.outputs_queue.get = partial(_next_outputs, engine.engine_core)
@@ -167,7 +164,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def metrics(self) -> dict[str, float]:
         memory = self._llm.collective_rpc("gpu_memory")[0]
-        return memory | self._times.take() | options.check_metrics(self._engine_check)
+        return memory | self._times.take() | (self._engine_check.metrics if self._engine_check else {})
 
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         return options.parameters_of(self._model_path)

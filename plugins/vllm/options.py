@@ -218,24 +218,6 @@ def sampling_parameters(
     )
 
 
-def scoring_parameters() -> Any:
-    """Return vLLM's `SamplingParams` of a request for the log-probabilities of its prompt."""
-    from vllm import SamplingParams
-
-    return SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
-
-
-def prompt_scores(output: Any) -> list[float]:
-    """Return the log-probability of each token of a `RequestOutput`'s prompt, except the first."""
-    return _one_each(output.prompt_logprobs, len(output.prompt_token_ids) - 1)
-
-
-def scored_rows(handle: WeightHandle, positions: int | None) -> list[list[int]]:
-    """Return the sequences of a version's probe, cut to the number of positions of the engine."""
-    # One position is reserved: vLLM generates at least one token, which is discarded.
-    return [row[: (positions or len(row) + 1) - 1] for row in handle.probe.tokens]
-
-
 def sent_bytes(handle: WeightHandle) -> bytes:
     """Pickle a handle for vLLM's processes, which accept no objects of ours. They do not need its probe."""
     return pickle.dumps(replace(handle, probe=None))
@@ -245,11 +227,6 @@ def open_check(config: VLLMRolloutConfig) -> Any:
     """Return the check of an engine, or None if it is disabled."""
     kind = find("engine check", config.NAME) if config.check_every else None
     return kind and kind(config.check_every, config.precision or config.dtype)
-
-
-def check_metrics(check: Any) -> dict[str, float]:
-    """Return the metrics of the last check of an engine, or none without a check."""
-    return {} if check is None else check.metrics
 
 
 def requests(prompts: Batch, sampling: SamplingConfig, end_tokens: Sequence[int] = ()) -> tuple[list[Any], list[Any]]:
@@ -267,13 +244,8 @@ def requests(prompts: Batch, sampling: SamplingConfig, end_tokens: Sequence[int]
 
 def drawn_logprobs(output: Any) -> list[float]:
     """Return the log-probability of each token of a `CompletionOutput`."""
-    return _one_each(output.logprobs, len(output.token_ids))
-
-
-def _one_each(logprobs: Any, count: int) -> list[float]:
-    """Return the values of vLLM's `FlatLogprobs` with one value for each of `count` tokens."""
-    values: list[float] = logprobs.logprobs
-    assert len(values) == count, (len(values), count)
+    values: list[float] = output.logprobs.logprobs  # one for each token
+    assert len(values) == len(output.token_ids), (len(values), len(output.token_ids))
     return values
 
 

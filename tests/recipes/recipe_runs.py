@@ -28,8 +28,8 @@ NOT_METRICS = {"step", "time", "nonfinite"}
 """Fields of a line of metrics.jsonl that are no metrics."""
 OUTSIDE_STEP = {"step", "checkpoint", "save_checkpoint", "testing"}
 """Phases that are timed but are not part of the time of a step."""
-IN_SYNC = "sync_"
-"""Prefix of the names of times inside the phase of the weight sync. They overlap and are not phases."""
+PARTS = ("sync_", "generate_")
+"""Prefixes of the names of times inside the phases of the weight sync and the generation. They are not phases."""
 OF_STEPS = {"perf/tokens_per_second", "perf/samples_per_second"}
 """Metrics that every step of every recipe logs."""
 OF_ANSWERS = {"rollout/staleness_max", "rollout/staleness_mean", "rollout/truncated_share"}
@@ -68,7 +68,7 @@ class RunFolder:
             assert not (unknown := [name for name in names if not is_known(name, names, logged)]), unknown
             if "timing_s/step" in names:
                 times = {name.removeprefix("timing_s/") for name in names if name.startswith("timing_s/")}
-                phases = {name for name in times if not name.startswith(IN_SYNC)}
+                phases = {name for name in times if not name.startswith(PARTS)}
                 if "wait" not in phases:  # otherwise the phases of two threads are shown
                     seconds = sum(line[f"timing_s/{phase}"] for phase in phases - OUTSIDE_STEP)
                     assert seconds == pytest.approx(line["timing_s/step"], rel=0.01)

@@ -191,7 +191,7 @@ def test_a_run_whose_engine_and_driver_were_killed_equals_an_undisturbed_run(
     policy: Path, local: dict[str, RunFolder], ray_address: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    first = Gate(folder / "rollouts/step_000001.parquet", tmp_path / "first")
+    first = Gate(folder / "tokenizer", tmp_path / "first")  # written at the end of the first step
     second = Gate(folder / "checkpoints/step_2", tmp_path / "second")
     arguments = [*options(policy, tmp_path, first, second), *LONG]
     run = Run("grpo", ray_address, folder, *arguments)

@@ -53,6 +53,11 @@ def test_vllm_samples_from_the_current_policy_in_every_step(policy: Path, tmp_pa
         assert run.summary["steps"] == 3
         assert all(step["rollout/logprob_gap_max"] < 1e-4 for step in run.metrics)
         assert all(step["actor/grad_norm"] > 0 for step in run.metrics)
+        assert all(step["rollout/check_gap_mean"] < step["rollout/check_gap_limit"] for step in run.metrics)
+        # One engine generates: the times of its parts are those of the phase, without the call.
+        for step in run.metrics:
+            parts = sum(step[f"timing_s/generate_{part}"] for part in ("prefill", "decode", "objects"))
+            assert 0.5 * step["timing_s/generate"] < parts <= step["timing_s/generate"]
 
 
 def test_before_the_first_update_the_ratio_is_1_and_the_kl_to_the_reference_is_0(policy: Path, tmp_path: Path) -> None:

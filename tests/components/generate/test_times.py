@@ -15,6 +15,11 @@ def advance(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
+def waited(now: list[float], seconds: float) -> bool:
+    now[0] += seconds
+    return True
+
+
 def test_the_parts_of_a_generation_add_up_to_its_time(advance: list[float]) -> None:
     times = GenerationTimes()
     with times.generation(SamplingConfig()):
@@ -24,12 +29,11 @@ def test_the_parts_of_a_generation_add_up_to_its_time(advance: list[float]) -> N
             with times.measure("prefill"):
                 advance[0] += 4
             advance[0] += 8
-        with times.measure("decode"):
-            advance[0] += 16
-            times.rename("prefill")
+        assert times.timed(lambda: waited(advance, 16), bool)()
+        assert times.timed(lambda: waited(advance, 0.5), lambda _: False)()
         advance[0] += 32
     advance[0] += 64  # outside of a generation
-    expected = {"prefill": 20.0, "decode": 10.0, "objects": 33.0}
+    expected = {"prefill": 20.0, "decode": 10.5, "objects": 33.0}
     assert times.take() == {f"timing_s/generate_{part}": seconds for part, seconds in expected.items()}
     assert set(times.take().values()) == {0.0}
 
@@ -38,7 +42,7 @@ def test_evaluations_and_work_outside_of_a_generation_are_not_measured(advance: 
     times = GenerationTimes()
     with times.generation(SamplingConfig(step=EVALUATION_STEP)), times.measure("decode"):
         advance[0] += 1
-        times.rename("prefill")
+        times.timed(lambda: waited(advance, 1), bool)()
     with times.measure("decode"):
         advance[0] += 1
     assert set(times.take().values()) == {0.0}
