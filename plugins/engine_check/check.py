@@ -65,7 +65,7 @@ class EngineCheck:
         return [row[: (positions or len(row) + 1) - 1] for row in handle.probe.tokens]
 
     @staticmethod
-    def sampling_parameters() -> Any:
+    def sampling() -> Any:
         """Return vLLM's `SamplingParams` of a request for the log-probabilities of its prompt."""
         from vllm import SamplingParams
 

@@ -66,18 +66,10 @@ def collect(plan: Plan) -> RunMemory:
         if use.publishes and (with_routes := find("routing replay plan", "memory")):
             estimate = with_routes(estimate, use.path, plan.config, plan.longest)
         uses[use.role].append(estimate)
-    estimates = {role: _estimate_role(of_role) for role, of_role in uses.items()}
+    estimates = {role: together(*of_role) if of_role else MemoryEstimate() for role, of_role in uses.items()}
     return RunMemory(
         job=job, config=plan.config, nodes=plan.nodes, estimates=estimates, capacity=capacity, overlaps=plan.overlaps
     )
-
-
-def _estimate_role(estimates: Sequence[MemoryEstimate]) -> MemoryEstimate:
-    if not estimates:
-        return MemoryEstimate()
-    if len(estimates) == 1:
-        return estimates[0]
-    return together(*estimates)
 
 
 def estimate_use(use: ModelUse, job: Job, longest: int, device_bytes: int | None) -> MemoryEstimate:

@@ -175,14 +175,11 @@ class AsyncVLLMEngine(AsyncEngine):
         """Return the log-probability of each token except the first."""
         prompt = {"prompt_token_ids": tokens}
         request_id = f"check-{next(self._ids)}"
-        outputs = self._llm.generate(
-            prompt, self._engine_check.sampling_parameters(), request_id, lora_request=self._adapters
-        )
+        outputs = self._llm.generate(prompt, self._engine_check.sampling(), request_id, lora_request=self._adapters)
         return self._engine_check.scores([output async for output in outputs][-1])
 
     async def metrics(self) -> dict[str, float]:
-        memory = (await self._llm.collective_rpc("gpu_memory"))[0]
-        return memory | (self._engine_check.metrics if self._engine_check else {})
+        return (await self._llm.collective_rpc("gpu_memory"))[0] | getattr(self._engine_check, "metrics", {})
 
     async def sleep(self, level: int = 1) -> int:
         if self._asleep or not self._can_free():

@@ -107,9 +107,8 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def _scores(self, rows: list[list[int]]) -> list[list[float]]:
         prompts: list[Any] = [{"prompt_token_ids": row} for row in rows]
-        outputs = self._llm.generate(
-            prompts, self._engine_check.sampling_parameters(), use_tqdm=False, lora_request=self._adapters
-        )
+        parameters = self._engine_check.sampling()
+        outputs = self._llm.generate(prompts, parameters, use_tqdm=False, lora_request=self._adapters)
         return [self._engine_check.scores(output) for output in outputs]
 
     def _generate(self, prompts: Batch, sampling: SamplingConfig) -> Batch:
@@ -163,8 +162,8 @@ class VLLMRolloutEngine(RolloutEngine):
         return options.same_digests(digests)
 
     def metrics(self) -> dict[str, float]:
-        memory = self._llm.collective_rpc("gpu_memory")[0]
-        return memory | self._times.take() | (self._engine_check.metrics if self._engine_check else {})
+        memory = self._llm.collective_rpc("gpu_memory")[0] | getattr(self._engine_check, "metrics", {})
+        return memory | self._times.take()
 
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         return options.parameters_of(self._model_path)
