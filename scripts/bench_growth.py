@@ -86,7 +86,7 @@ def write_model(folder: Path, is_stub: bool) -> Path:
         model = Qwen2ForCausalLM(stub)
     model.config.max_position_embeddings = 2048
     suppress_end_token(model, tokenizer)
-    path = folder / {True: "stub", False: "tiny"}[is_stub]
+    path = folder / ("stub" if is_stub else "tiny")
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path

@@ -236,7 +236,7 @@ def sync_row(size: str, ranks: int, engines: int, parts: int, repeats: int, plac
     to_rank_0, at_rank_0 = processes.Pipe()
     running: list[Any] = []
     for number in range(ranks):
-        connection = {0: at_rank_0}.get(number)
+        connection = at_rank_0 if number == 0 else None
         running.append(processes.Process(target=rank, args=(number, ranks, port, size, repeats, place, connection)))
     readers = []
     for number in range(engines * parts):

@@ -137,7 +137,7 @@ def main() -> int:
     print(table(runs))
     reached = verdicts(runs, recipe)
     for passed, text in reached:
-        print({True: "pass", False: "FAIL"}[passed], text)
+        print("pass" if passed else "FAIL", text)
     return int(not all(passed for passed, _ in reached))
 
 

@@ -81,7 +81,7 @@ def sequence_sums(x_N: Tensor, lengths_B: Tensor) -> Tensor:
 
     The sum of an empty sequence is 0. A NaN affects only its own sequence.
     """
-    dtype = {torch.bool: torch.float32}.get(x_N.dtype, x_N.dtype)
+    dtype = torch.float32 if x_N.dtype == torch.bool else x_N.dtype
     if not len(lengths_B):  # segment_reduce raises an error without a segment
         return x_N.to(dtype)
     # In float64: summed in sequence in float32, 100,000 numbers lose the fourth digit of their sum.

@@ -358,7 +358,8 @@ class VerlPPOConfig(PPORunOptions):
             yield "evaluate_only=true without evaluation.path; set that too"
         for role in self.roles:
             count = self.placement.workers(role)
-            if count > size * {"rollout": self.rollout.tensor_parallel}.get(role, 1):
+            devices = self.rollout.tensor_parallel if role == "rollout" else 1
+            if count > size * devices:
                 yield (
                     f"{role} has {count} processes, more than a step's {size} responses; lower "
                     "placement.devices_per_node, or its pool in placement.pools"
@@ -427,7 +428,9 @@ class VerlPPOConfig(PPORunOptions):
 
     def trained(self, part: str) -> LearnerOptions:
         """Return the training options of "actor" or "critic"."""
-        return {"critic": self.critic}.get(part, self.train)
+        if part == "critic":
+            return self.critic
+        return self.train
 
     def size_of(self, part: str) -> int:
         """Return the number of responses per optimizer step of "actor" or "critic"."""

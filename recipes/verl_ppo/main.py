@@ -62,7 +62,9 @@ def build_job(
         if role not in workers:
             raise ConfigError(f"placement.role_pools has {role}, but role_worker_mapping of main.py does not; add it")
         builder.role(role)
-        devices = {"rollout": config.rollout.tensor_parallel}.get(role, 1)
+        devices = 1
+        if role == "rollout":
+            devices = config.rollout.tensor_parallel
         count = placement.workers(role) // devices
         if role in LEARNERS or (role in FROZEN and config.frozen_engine.is_collective):
             nodes = placement.nodes_of(role)

@@ -433,7 +433,7 @@ def build(case: Case, name: str, folder: Path, near: str, far: str) -> Any:
         bound: dict[str, Any] = {}
         if not split.far:
             bound[f"node:{near}"] = 0.001
-        machines = {"ACTOR": case.rank_machines}.get(role, 1)
+        machines = case.rank_machines if role == "ACTOR" else 1
         builder.nproc_per_node(split.total // machines)
         builder.resource(cpu=CPU, **bound)
     return builder.build()

@@ -117,7 +117,7 @@ class RolloutOptions(Options, group="rollout"):
             raise ValueError(f"rollout.merge_lora=false: {fault}; remove it")
         # `false` with a fault was refused above, so it needs no case here.
         merges = bool(self.merge_lora or fault)
-        sent = {True: "weights with merged adapters", False: "only the adapters"}[merges]
+        sent = "weights with merged adapters" if merges else "only the adapters"
         because = fault and f", since {fault}"
         return replace(resolved, merge_lora=merges), f"{engine}; it is sent {sent}{because}"
 
