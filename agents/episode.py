@@ -175,7 +175,7 @@ class Policy:
         request: Request | None = None
         try:
             request = self._engine.submit(tokens, sampling, prompt_id=self._task.prompt_id, sample_id=sample_id)
-            return await self._until(request, [*self.stop, *stop])
+            return await self._generate_until(request, [*self.stop, *stop])
         except asyncio.CancelledError:
             # Without the abort the engine would finish a response that nobody reads.
             if request is not None:
@@ -186,7 +186,7 @@ class Policy:
             self.broken = error
             raise
 
-    async def _until(self, request: Request, stop: Sequence[str]) -> tuple[Generation, int]:
+    async def _generate_until(self, request: Request, stop: Sequence[str]) -> tuple[Generation, int]:
         """Return the generation and its number of tokens up to the end, or up to a stop text."""
         if stop:
             # A token has at least one byte, so a stop text of n bytes spans at most n tokens.

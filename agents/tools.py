@@ -144,7 +144,7 @@ class Tool:
     """Sync or async function. It takes keyword arguments, and checks and converts them."""
 
     @staticmethod
-    def of(function: Callable[..., Any]) -> Tool:
+    def from_function(function: Callable[..., Any]) -> Tool:
         """Create a tool from a function with typed arguments and a docstring, whose `Args:` describe the arguments.
 
         Raises:
@@ -221,7 +221,7 @@ class ToolAgentInstance(TextEnvironment):
     """
 
     tools: ClassVar[Sequence[Tool | Callable[..., Any]]] = ()
-    """Functions, or tools created by `Tool.of` or `python_tool`."""
+    """Functions, or tools created by `Tool.from_function` or `python_tool`."""
     instructions: ClassVar[str] = (
         "You may call these tools. For each call write a JSON object with the tool's name and its arguments:\n"
         f'{OPEN}{{"name": "...", "arguments": {{...}}}}{CLOSE}\n'
@@ -244,7 +244,7 @@ class ToolAgentInstance(TextEnvironment):
     agent.step_timeout_s."""
 
     def __init__(self) -> None:
-        tools = [tool if isinstance(tool, Tool) else Tool.of(tool) for tool in self.tools]
+        tools = [tool if isinstance(tool, Tool) else Tool.from_function(tool) for tool in self.tools]
         self._tools = {tool.name: tool for tool in tools}
         # for subclasses whose `reset` does not call the one of this class
         self._logs = {"tool_calls": 0, "tool_errors": 0}

@@ -242,7 +242,7 @@ class RoleGroup(Generic[W]):
         """
         name = f"{self._role}.{export.name}"
         # Arguments that are sent whole stay marked. Otherwise a list among them would be split.
-        args, kwargs = _each(share, lambda v: v if is_splittable(v) else Replicated(self._reference(v, workers)))
+        args, kwargs = _map_all(share, lambda v: v if is_splittable(v) else Replicated(self._reference(v, workers)))
         chunks, length = shard_arguments(args, kwargs, workers, name)
         if needs_all and length < workers:
             raise ValueError(
@@ -259,7 +259,7 @@ class RoleGroup(Generic[W]):
 
     def _stored(self, share: Share, receivers: int) -> Share:
         """Return the arguments, with large ones replaced by references that are stored once for all receivers."""
-        return _each(share, lambda value: self._reference(value, receivers))
+        return _map_all(share, lambda value: self._reference(value, receivers))
 
     def _items_per_worker(self, export: Export, share: Share) -> list[Share]:
         """Return each worker's arguments, given arguments that have one item per worker."""
@@ -275,7 +275,7 @@ class RoleGroup(Generic[W]):
                     f"for each of the {count} workers; pass such a list, or register the method with "
                     "Dispatch.ONE_TO_ALL to send arguments whole"
                 )
-        return [_each(share, operator.itemgetter(i)) for i in range(count)]
+        return [_map_all(share, operator.itemgetter(i)) for i in range(count)]
 
     # --- meshes
 
@@ -369,7 +369,7 @@ def notify_job_end(*roles: str) -> None:
         future.result()
 
 
-def _each(share: Share, change: Callable[[Any], Any]) -> Share:
+def _map_all(share: Share, change: Callable[[Any], Any]) -> Share:
     """Apply a function to every argument."""
     args, kwargs = share
     return tuple(map(change, args)), {key: change(value) for key, value in kwargs.items()}

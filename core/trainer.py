@@ -36,7 +36,7 @@ class BaseTrainer(BaseWorkload):
         super().__init__(None, config)
         self.actor_handles = actor_handles or {}
         self.actor_classes = actor_classes or {}
-        for role in self._others():
+        for role in self._callable_roles():
             setattr(self, role.group_name, RoleGroup(role, context=self._context))
 
     @abstractmethod
@@ -55,7 +55,7 @@ class BaseTrainer(BaseWorkload):
     def _handles(self, role: Role) -> list[Any]:
         return self.actor_handles.get(role, [])
 
-    def _others(self) -> dict[Role, RoleEntry]:
+    def _callable_roles(self) -> dict[Role, RoleEntry]:
         return {role: entry for role, entry in self._context.directory.items() if role != self.role}
 
     if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts any name
@@ -68,7 +68,7 @@ class BaseTrainer(BaseWorkload):
 
     def get_role_groups(self) -> list[str]:
         """Return the names of the job's role groups: `["RG_ACTOR", ...]`."""
-        return sorted(role.group_name for role in self._others())
+        return sorted(role.group_name for role in self._callable_roles())
 
     def get_workload_resource(self, role: str) -> dict[str, float]:
         """Return the resources of each worker of a role: cpu (cores), accelerator (devices), memory (MB).

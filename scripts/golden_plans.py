@@ -73,7 +73,7 @@ class Case:
         arguments.append(f"rollout.tensor_parallel={PARALLEL.get((self.model, self.gpus), 1)}")
         command_line = CommandLine(COMMAND.schema, arguments)
         with assuming(Machines.parse(f"{self.gpus}x1x{self.card}GB")):
-            requested = COMMAND.asked(command_line)
+            requested = COMMAND.requested_config(command_line)
             first = COMMAND.plan(requested, command_line)
             return choose(first, requested, lambda changed: COMMAND.plan(changed, command_line))
 

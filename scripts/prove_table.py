@@ -41,7 +41,7 @@ class Run:
     peak_gib: float | None
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """True if the run has finished and has all scores."""
         scores = (self.start, self.end, self.start_greedy, self.end_greedy)
         return self.status == "finished" and None not in scores
@@ -87,7 +87,7 @@ def table(runs: list[Run]) -> str:
     rows: list[tuple[str, ...]] = [head]
     for run in runs:
         rise = None
-        if run.whole:
+        if run.is_complete:
             rise = run.rise
         scores = [show(value, 3) for value in (run.start, run.end, rise)]
         greedy = [show(value, 3) for value in (run.start_greedy, run.end_greedy)]
@@ -101,7 +101,7 @@ def verdicts(runs: list[Run], recipe: str) -> list[tuple[bool, str]]:
     seeds = [run for run in runs if run.name.startswith("seed-")]
     controls = [run for run in runs if run.name == "lr-0"]
     # A missing run could hide the worst seed, so there is no verdict without all of them.
-    if not seeds or not controls or not all(run.whole for run in runs):
+    if not seeds or not controls or not all(run.is_complete for run in runs):
         return [(False, "all runs have finished and have their scores")]
     mean_end = sum(run.end or 0.0 for run in seeds) / len(seeds)
     mean_rise = sum(run.rise for run in seeds) / len(seeds)

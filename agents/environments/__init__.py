@@ -17,7 +17,7 @@ class TextEnvironment(AgentInstanceBase):
     chat: ClassVar[bool] = True
     """True for chat messages, False for text. Set by a subclass."""
 
-    def says(self, text: str) -> str | list[dict[str, str]]:
+    def as_feedback(self, text: str) -> str | list[dict[str, str]]:
         """Return a text as feedback: a user message, or the text itself if `chat` is False."""
         return [{"role": "user", "content": text}] if self.chat else text
 

@@ -52,7 +52,7 @@ class AgentInstance(TextEnvironment):
         self._choices = names.replace(" ", ", ") or ", ".join(self._actions)
         seen, _ = self._game.reset(seed=int(label.get("seed", 0)))
         parts = [states["observation"], rules, f"Write one of: {self._choices}.", self._shown(seen)]
-        return {"observation": self.says("\n".join(filter(None, parts)))}
+        return {"observation": self.as_feedback("\n".join(filter(None, parts)))}
 
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - as above
         """Take the last action named in the text. A text without one leaves the game unchanged and gets a message."""
@@ -68,7 +68,7 @@ class AgentInstance(TextEnvironment):
         return {
             "rewards": float(reward),
             "scores": float(terminated and reward > 0),
-            "environment_feedback": self.says(feedback),
+            "environment_feedback": self.as_feedback(feedback),
             "done": bool(terminated or truncated),
             "extra_logs": {"invalid_actions": self._invalid},
         }

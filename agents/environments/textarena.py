@@ -40,7 +40,7 @@ class AgentInstance(TextEnvironment):
             # Some games use the seed of reset instead of Python's generator.
             self._game.reset(num_players=1, seed=int(label.get("seed", 0)))
             text = self._new_text()
-        return {"observation": self.says("\n\n".join(filter(None, [states["observation"], text])))}
+        return {"observation": self.as_feedback("\n\n".join(filter(None, [states["observation"], text])))}
 
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - as above
         """Make a move. Brackets are added if it has none, because games expect moves such as [5]."""
@@ -62,7 +62,7 @@ class AgentInstance(TextEnvironment):
         return {
             "rewards": reward,
             "scores": min(max(reward, 0.0), 1.0),
-            "environment_feedback": self.says(f"{text}\n"),
+            "environment_feedback": self.as_feedback(f"{text}\n"),
             "done": done,
             "extra_logs": {"invalid_move": float(is_invalid)},
         }

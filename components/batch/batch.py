@@ -195,15 +195,15 @@ class Batch(Layout):
 
     def with_tokens(self, **columns: Tensor) -> Self:
         """Return the batch with per-token columns [N] added or replaced."""
-        return self._with(per_token={**self.per_token, **columns})
+        return self._with_columns(per_token={**self.per_token, **columns})
 
     def with_sequences(self, **columns: Tensor) -> Self:
         """Return the batch with per-sequence columns [B, ...] added or replaced."""
-        return self._with(per_sequence={**self.per_sequence, **columns})
+        return self._with_columns(per_sequence={**self.per_sequence, **columns})
 
     def with_objects(self, **columns: Sequence[Any]) -> Self:
         """Return the batch with columns of B objects added or replaced."""
-        return self._with(objects={**self.objects, **columns})
+        return self._with_columns(objects={**self.objects, **columns})
 
     def without(self, *names: str) -> Self:
         """Return the batch without these columns."""
@@ -217,13 +217,13 @@ class Batch(Layout):
         for name in names:
             if name not in self:
                 raise self._no_column(name)
-        return self._with(
+        return self._with_columns(
             {name: x for name, x in self.per_token.items() if (name in names) == keep},
             {name: x for name, x in self.per_sequence.items() if (name in names) == keep},
             {name: x for name, x in self.objects.items() if (name in names) == keep},
         )
 
-    def _with(
+    def _with_columns(
         self,
         per_token: Mapping[str, Tensor] | None = None,
         per_sequence: Mapping[str, Tensor] | None = None,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from components.generate.config import HFRolloutConfig, RolloutConfig
-from components.installed import is_there
+from components.installed import is_available
 from components.registry import load, names
 
 BASIC_ENGINES = ("auto", "hf")
@@ -56,7 +56,7 @@ def choose_rollout_engine(name: str, gpus: int, model_path: str, *temperatures: 
 
 def _fault(config: type[RolloutConfig], gpus: int, model_path: str, temperatures: tuple[float, ...]) -> tuple[str, str]:
     """Return the reason why an engine cannot be used (empty if it can), and the remedy."""
-    if config.PACKAGE and not is_there(config.PACKAGE):
+    if config.PACKAGE and not is_available(config.PACKAGE):
         return f"{config.TITLE} is not installed", f"run {config.INSTALL}, or choose hf"
     return config.fault(gpus, model_path, temperatures), "choose hf"
 

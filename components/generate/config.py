@@ -36,7 +36,7 @@ class SamplingConfig(Checked):
     """Generation step. Different steps use different random numbers for the same prompt."""
 
     @property
-    def is_whole(self) -> bool:
+    def is_full_vocabulary(self) -> bool:
         """True if every token of the vocabulary can be sampled, so that log-probabilities agree with the trainer's."""
         return self.temperature == 0 or (self.top_p == 1 and self.top_k == 0)
 

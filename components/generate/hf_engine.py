@@ -247,7 +247,7 @@ def _draw(logits_AV: Tensor, sampling: SamplingConfig, uniform_A: NDArray[np.flo
     logprob_AV = logits_AV.float()
     if sampling.temperature not in (0, 1):
         logprob_AV = logprob_AV / sampling.temperature
-    if not sampling.is_whole:
+    if not sampling.is_full_vocabulary:
         logprob_AV = _likeliest(logprob_AV, sampling.top_p, sampling.top_k)
     logprob_AV = logprob_AV.log_softmax(-1)
     # A single NaN makes its whole row NaN in log_softmax, so the first column shows it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from components.installed import is_there
+from components.installed import is_available
 
 
 def choose_attention(requested: str | None, gpus: int) -> str | None:
@@ -32,6 +32,6 @@ def attention_note(requested: str | None, gpus: int) -> str:
         return ""
     if not gpus:
         return f"attn_implementation={requested} needs a GPU, and there is none: sdpa is used"
-    if requested == "flash_attention_2" and not is_there("flash_attn"):
+    if requested == "flash_attention_2" and not is_available("flash_attn"):
         return f"attn_implementation={requested} needs the package flash_attn, which is not installed: sdpa is used"
     return ""

@@ -25,7 +25,7 @@ def compute_device() -> torch.device:
     if shown and shown != "-1":
         raise RuntimeError(
             f"this process was given the GPU {shown} (CUDA_VISIBLE_DEVICES), and torch {torch.__version__} finds none: "
-            f"{_why_none()}; mend that, or set CUDA_VISIBLE_DEVICES= (empty) to compute on the CPU"
+            f"{_reason_without_gpu()}; mend that, or set CUDA_VISIBLE_DEVICES= (empty) to compute on the CPU"
         )
     return torch.device("cpu")
 
@@ -42,7 +42,7 @@ def peak_gpu_memory() -> dict[str, float]:
     return {name: nbytes / 1e9 for name, nbytes in most.items()}
 
 
-def _why_none() -> str:
+def _reason_without_gpu() -> str:
     if torch.version.cuda is None and torch.version.hip is None:
         return "it is a build for CPUs alone; install one for this machine's driver"
     try:

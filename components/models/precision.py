@@ -33,13 +33,15 @@ def round_products(model: nn.Module, precision: str) -> None:
     if precision != "bf16_autocast":
         return
     linear = [module for module in model.modules() if type(module) is nn.Linear]
-    others = {id(tensor) for module in model.modules() if type(module) is not nn.Linear for tensor in _own(module)}
+    others = {
+        id(tensor) for module in model.modules() if type(module) is not nn.Linear for tensor in _own_tensors(module)
+    }
     for module in linear:
         if id(module.weight) not in others:
             module.weight.data = module.weight.data.to(torch.bfloat16)
 
 
-def _own(module: nn.Module) -> list[Tensor]:
+def _own_tensors(module: nn.Module) -> list[Tensor]:
     return list(module.parameters(recurse=False))
 
 

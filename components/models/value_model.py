@@ -201,5 +201,5 @@ def _stored_head(path: str | Path, prefix: str) -> Tensor | None:
                     "a model that AutoModelForSequenceClassification of a causal architecture wrote"
                 )
             if f"{prefix}.weight" in weights:
-                return weights.whole(f"{prefix}.weight")
+                return weights.read_tensor(f"{prefix}.weight")
     return None

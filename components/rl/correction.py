@@ -22,7 +22,7 @@ from components.rl.masked import (
     sequence_sums,
     spread,
 )
-from components.rl.mismatch import beyond, k3, log_ratios, within
+from components.rl.mismatch import is_outside, is_within, k3, log_ratios
 
 Level = Literal["token", "sequence", "geometric"]
 """Level of the ratio: per token, per sequence (the product), or the geometric mean over the sequence."""
@@ -74,7 +74,7 @@ def importance_weights(
     if outside == "clamp":
         weight_N = weight_N.clamp(low, high)
     elif outside == "zero":
-        weight_N = torch.where(beyond(weight_N, low, high), 0.0, weight_N)
+        weight_N = torch.where(is_outside(weight_N, low, high), 0.0, weight_N)
     else:
         raise ValueError(f"outside={outside!r} is unknown; set one of {', '.join(get_args(Outside))}")
     return chosen(action_mask_N, weight_N)
@@ -127,7 +127,7 @@ def rejection_weights(
         criterion_N = _at_level(d_N.square() / 2, action_mask_N, lengths_B, level)
     else:
         criterion_N = _at_level(k3(d_N), action_mask_N, lengths_B, level)
-    return chosen(action_mask_N, within(criterion_N, low or 0.0, high))
+    return chosen(action_mask_N, is_within(criterion_N, low or 0.0, high))
 
 
 def _ratios(d_N: Tensor, action_mask_N: Tensor, lengths_B: Tensor, level: Level | Largest) -> Tensor:

@@ -69,7 +69,7 @@ def mismatch_metrics(
         "effective_sample_size": (w_M.sum().square() / (len(w_M) * w_M.square().sum())).clamp(max=1.0),
     }
     if has_bound:
-        metrics["outside_share"] = 1.0 - within(w_M, low or 0.0, high or math.inf).mean()
+        metrics["outside_share"] = 1.0 - is_within(w_M, low or 0.0, high or math.inf).mean()
     # One device-to-host copy for all metrics.
     return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
 
@@ -87,12 +87,12 @@ def k3(d: Tensor) -> Tensor:
     return (torch.expm1(d) - d).clamp(min=0.0)
 
 
-def beyond(x: Tensor, low: float, high: float) -> Tensor:
+def is_outside(x: Tensor, low: float, high: float) -> Tensor:
     """Return True where x is outside of the bounds."""
     # Comparisons with NaN are False, so a NaN is not beyond the bounds and stays visible in the result.
     return (x < low) | (x > high)
 
 
-def within(x: Tensor, low: float, high: float) -> Tensor:
+def is_within(x: Tensor, low: float, high: float) -> Tensor:
     """Return 1 where x is within the bounds, 0 where it is not, and NaN where it is NaN."""
-    return torch.where(beyond(x, low, high), 0.0, torch.where(x.isnan(), x, 1.0))
+    return torch.where(is_outside(x, low, high), 0.0, torch.where(x.isnan(), x, 1.0))

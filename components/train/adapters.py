@@ -24,7 +24,7 @@ class Adapters(Protocol):
         """Scale of the product of an adapter's two matrices."""
         ...
 
-    def off(self) -> AbstractContextManager[None]:
+    def disabled(self) -> AbstractContextManager[None]:
         """Return a context manager that disables the adapters: passes are those of the model before training."""
         ...
 

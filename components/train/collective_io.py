@@ -54,7 +54,7 @@ class CollectiveIO:
         self.what = what
         self.error: OSError | ValueError | None = None
 
-    def do(self, work: Callable[[], T]) -> T | None:
+    def run(self, work: Callable[[], T]) -> T | None:
         """Run `work` and return its result, or None after an error."""
         if self.error is None:
             try:

@@ -130,7 +130,7 @@ class TrainEngine(PartitionedModel):
         if not adapters:
             if self.adapters is None:
                 raise ValueError("the model has no adapters, and its weights are trained; set lora_rank")
-            with self.adapters.off():
+            with self.adapters.disabled():
                 return self.forward(batch, compute)
         model, limits = self.model.eval(), self.config.forward_limits
         gathered, part = self.axes.gather_batch(batch)

@@ -108,7 +108,7 @@ class FrozenEngine(Generic[M]):
         """
         parameters = dict(self.model.named_parameters())
         shapes = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in parameters.items()}
-        weights = ((name, _whole(x.detach())) for name, x in parameters.items())
+        weights = ((name, _gathered(x.detach())) for name, x in parameters.items())
         if writes:
             save_model(Path(path), self.model, shapes, weights)
         # Gathering is collective, so ranks that do not write must exhaust the iterator too.
@@ -116,7 +116,7 @@ class FrozenEngine(Generic[M]):
             pass
 
 
-def _whole(tensor: Any) -> Tensor:
+def _gathered(tensor: Any) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 
 

@@ -74,7 +74,7 @@ class Part:
     block: Block
     """Position of the shard in the parameter. For ZeRO, whose cuts are not at rows, the rows have one element each."""
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def view(self, tensor: Tensor) -> Tensor:
         """Return the shard of `flat` or of a moment, as a view of shape [rows, columns]."""
         numbers = local_part(tensor.detach()).view(-1).narrow(0, self.offset, self.block.numbers)
         return numbers.view(self.block.rows, self.block.columns)
@@ -104,24 +104,24 @@ class EngineState:
         parameters, beneath = self.engine.parameters, self._sum_beneath()
         writers = self._writers(parameters)
         io = CollectiveIO(f"write {folder}")
-        io.do(partial(self._begin, folder))
-        file = io.do(partial(self._create, folder, parameters, writers))
+        io.run(partial(self._begin, folder))
+        file = io.run(partial(self._create, folder, parameters, writers))
         for name, writer in writers.items():
             for key in self.keys_of(parameters[name]):
                 # The loop continues after an error too, because gathering is collective and the other ranks would wait.
                 for start, piece in self.pieces(parameters[name], key, writer):
                     if writer == self.rank and file is not None:
-                        io.do(partial(file.write_part, f"{name}/{key}", piece, start))
+                        io.run(partial(file.write_part, f"{name}/{key}", piece, start))
         if file is not None:
             file.close()
         if self.rank == 0 and self.engine.average is not None:
             averages = {f"{name}/average": tensor for name, tensor in self.engine.average.tensors.items()}
-            io.do(partial(save_file, averages, folder / AVERAGE))
+            io.run(partial(save_file, averages, folder / AVERAGE))
         # All ranks must have written their files before the note declares the folder complete.
         io.end()
         if self.rank == 0:
             note = self._note(parameters, writers) | {"step_count": step_count, "beneath": beneath}
-            io.do(lambda: (folder / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8"))
+            io.run(lambda: (folder / NOTE).write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8"))
         io.end()
 
     def master_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -148,7 +148,7 @@ class EngineState:
             part = None if parameter.requires_grad else self._part(parameter)
             # Every rank has the parameters that are not sharded, so only rank 0 counts them.
             if part is not None and (self.rank == 0 or hasattr(parameter, "ds_id") or _is_dtensor(parameter)):
-                bits = part.of(part.flat).to(self.engine.device, torch.bfloat16).view(torch.int16)
+                bits = part.view(part.flat).to(self.engine.device, torch.bfloat16).view(torch.int16)
                 total += bits.sum(dtype=torch.int64)
         dist.all_reduce(total)
         return int(total)
@@ -197,7 +197,7 @@ class EngineState:
         block = Block(0, 0) if part is None else part.block
         shard = torch.empty(0, 1)
         if part is not None:
-            shard = part.of(part.flat if key == "weight" else self.engine.adam.state[part.flat][key])
+            shard = part.view(part.flat if key == "weight" else self.engine.adam.state[part.flat][key])
         is_on_writer = self.world_size == 1 or not (is_zeros(parameter) or _is_dtensor(parameter))
         for first, last in row_pieces(whole_shape(parameter).numel() // block.width, block.width):
             beat()
@@ -222,7 +222,7 @@ class EngineState:
         # would turn -0.0 into 0.0.
         bits = torch.zeros(rows, place.width, dtype=torch.int32, device=self.engine.device)
         if place.is_first and place.rows:
-            place.of(bits).copy_(numbers.view(torch.int32))
+            place.view(bits).copy_(numbers.view(torch.int32))
         dist.reduce(bits, dst=writer)
         return bits.view(torch.float32)
 

@@ -27,7 +27,7 @@ class Piece(NamedTuple):
     """Offset from the start of the bucket, in bytes."""
 
     @classmethod
-    def of(cls, listed: list[Any]) -> Piece:
+    def from_json(cls, listed: list[Any]) -> Piece:
         """Return the piece that JSON has stored as a list."""
         name, dtype, shape, offset = listed
         return cls(name, dtype, tuple(shape), offset)

@@ -231,7 +231,7 @@ def open_version(folder: Path, proof: str, *, writable: bool) -> OpenVersion | N
         return None
     opened = []
     for bucket in index["buckets"]:
-        pieces = [Piece.of(piece) for piece in bucket["pieces"]]
+        pieces = [Piece.from_json(piece) for piece in bucket["pieces"]]
         opened.append((pieces, whole[bucket["start"] : bucket["start"] + bucket["nbytes"]]))
     return OpenVersion(opened, index["digests"])
 

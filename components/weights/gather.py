@@ -45,7 +45,7 @@ class Part:
         return prod(self.shape) * self.dtype.itemsize
 
     @property
-    def is_here(self) -> bool:
+    def is_on_rank_0(self) -> bool:
         """True if rank 0 has the whole parameter."""
         return self.blocks[0].numbers == prod(self.shape)
 
@@ -127,11 +127,11 @@ class _Bucket:
 
     def _travels(self, part: Part) -> bool:
         """True if the parameter must be sent to another rank or copied to another device."""
-        return not part.is_on_all if self._everywhere else not (part.is_here and self._on_cpu)
+        return not part.is_on_all if self._everywhere else not (part.is_on_rank_0 and self._on_cpu)
 
     @property
     def _needs_messages(self) -> bool:
-        return self._everywhere or not all(part.is_here for part in self._travelling)
+        return self._everywhere or not all(part.is_on_rank_0 for part in self._travelling)
 
     def _size_of(self, rank: int) -> int:
         return max(_ALIGNMENT, sum(_aligned(part.count(rank) * part.dtype.itemsize) for part in self._travelling))
@@ -183,11 +183,11 @@ class _Bucket:
             nbytes = block.numbers * part.dtype.itemsize
             piece = self._regions[rank][offsets[rank] : offsets[rank] + nbytes].view(part.dtype)
             offsets[rank] += _aligned(nbytes)
-            if part.is_here and rank == 0:
+            if part.is_on_rank_0 and rank == 0:
                 # The message of rank 0 is the whole parameter, and is used without a copy.
                 whole = piece
             elif nbytes:
-                block.of(whole.view(-1, block.width)).copy_(piece.view(block.rows, block.columns))
+                block.view(whole.view(-1, block.width)).copy_(piece.view(block.rows, block.columns))
         return whole.view(part.shape)
 
 

@@ -37,7 +37,7 @@ def part_of(parameter: Any, dtype: torch.dtype, device: torch.device) -> Part:
     time.
     """
     if not isinstance(parameter, DTensor):
-        return whole_part(parameter, dtype)
+        return unsharded_part(parameter, dtype)
     if parameter.device_mesh.size() == dist.get_world_size() and is_in_blocks(parameter):
         of_rank = block_of_each(parameter)
         # A rank with a copy of another rank's block sends nothing, so that no element is sent twice.
@@ -46,13 +46,13 @@ def part_of(parameter: Any, dtype: torch.dtype, device: torch.device) -> Part:
         is_on_all = all(block.numbers == parameter.numel() for block in of_rank.values())
         return Part(numbers, parameter.shape, dtype, blocks, is_on_all)
     made: Any = parameter.detach().to(device, dtype)
-    return whole_part(made.full_tensor(), dtype)
+    return unsharded_part(made.full_tensor(), dtype)
 
 
 _NOTHING = Block(0, 0)
 
 
-def whole_part(tensor: Tensor, dtype: torch.dtype) -> Part:
+def unsharded_part(tensor: Tensor, dtype: torch.dtype) -> Part:
     """Return the part of a parameter that every rank has whole."""
     blocks = [Block(0, tensor.numel()), *[_NOTHING] * (dist.get_world_size() - 1)]
     return Part(tensor.detach().reshape(-1), tensor.shape, dtype, blocks, is_on_all=True)

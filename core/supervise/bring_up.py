@@ -69,7 +69,7 @@ class BringUp:
             self._begin(process)
 
     @property
-    def all_up(self) -> bool:
+    def have_all_started(self) -> bool:
         """True if no process is starting."""
         return not self._coming
 

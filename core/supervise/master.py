@@ -192,7 +192,7 @@ class Master:
         if self._runs:
             self._set_handlers()  # again, because ray.init has replaced them
         self._coming = BringUp(self._job, self._facts, self._backend, self._watch, self._starts)
-        while not self._coming.all_up:
+        while not self._coming.have_all_started:
             self._supervise(pause=_START_POLL_S)
         self._watch.event("start", text=f"attempt {self._attempt}")
 
@@ -281,7 +281,7 @@ class Master:
     def _end_hung(self) -> None:
         hung = self._reported("hung")
         if limit := self._job.stall_timeout:
-            hung += self._watch.stalled(limit, self._driving, self._coming.all_up)
+            hung += self._watch.stalled(limit, self._driving, self._coming.have_all_started)
             hung += self._coming.late(max(limit, self._job.placement_timeout))
         for process, why in hung:
             if process.lost or not self._facts.recovers:
@@ -332,7 +332,7 @@ class Master:
         """Kill all processes and release their resources. The cluster stays."""
         processes = self._watch.processes
         # On each other machine one process removes the run's shared memory, which the driver cannot reach.
-        remote = {p.report.machine: p for p in processes if p.report and p.link and not p.lost and not p.is_here}
+        remote = {p.report.machine: p for p in processes if p.report and p.link and not p.lost and not p.is_local}
         self._watch.ask("tidy", list(remote.values()), _TIDY_WITHIN_S)
         for process in processes:  # killed through Ray, which logs processes that end by themselves as crashes
             with contextlib.suppress(Exception):  # the process has ended already, which is the aim

@@ -61,7 +61,7 @@ class WatchedProcess:
         return "+".join(self.plan.roles)
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """True if the process is on this machine, so that it can be sent signals."""
         return self.report is not None and self.report.machine == machine_id()
 
@@ -72,7 +72,7 @@ class WatchedProcess:
 
     def signal(self, number: int) -> None:
         """Send the process a signal if it is alive and on this machine."""
-        if self.report and self.is_here and self.link and self.link.alive:
+        if self.report and self.is_local and self.link and self.link.alive:
             with contextlib.suppress(OSError):
                 os.kill(self.report.pid, number)
 
@@ -188,7 +188,7 @@ class Watch:
         return self.messages.pop(kind, [])
 
     def stalled(
-        self, limit: float, driving: Collection[WatchedProcess], all_up: bool
+        self, limit: float, driving: Collection[WatchedProcess], have_all_started: bool
     ) -> list[tuple[WatchedProcess, str]]:
         """Return the processes without progress for `limit` seconds, with the evidence.
 
@@ -214,7 +214,7 @@ class Watch:
         # A process that has just stopped responding may have reported "idle" long ago, so an old status does not count.
         fresh = limit / 2
         idle = all(p in driving or (link.status.doing == IDLE and link.silent_for < fresh) for p, link in alive)
-        if not hung and quiet > limit and idle and all_up:
+        if not hung and quiet > limit and idle and have_all_started:
             hung = [
                 (process, f"in {link.status.doing}, without a call to any worker for {quiet:.0f} s")
                 for process, link in alive

@@ -416,7 +416,7 @@ class Alarms:
             step: number of the step.
             metrics: the logged metrics, under the names of any system. Values that are not numbers are ignored.
         """
-        now = self._taken_in({**metrics, "step": step})
+        now = self._recorded({**metrics, "step": step})
         events: list[AlarmEvent] = []
         for alarm in ALARMS:
             if self._is_wrong(alarm, now):
@@ -437,13 +437,13 @@ class Alarms:
         raised from its events.jsonl.
         """
         for record in json_lines(run_dir / "metrics.jsonl"):
-            self._taken_in(record)
+            self._recorded(record)
         # The prefix selects alarms: `event` is the first field of a line. A user's own event may also be named "alarm",
         # hence `get`.
         alarms = json_lines(run_dir / "events.jsonl", b'{"event": "alarm"')
         self._sounded |= {str(record.get("alarm")) for record in alarms}
 
-    def _taken_in(self, metrics: Mapping[str, Any]) -> Numbers:
+    def _recorded(self, metrics: Mapping[str, Any]) -> Numbers:
         numbers = {name: x for name, x in metrics.items() if isinstance(x, int | float)}
         # If a metric is logged under two names, the value under this project's name is used: alarm texts refer to it.
         named = {canonical_name(name): x for name, x in numbers.items()} | numbers

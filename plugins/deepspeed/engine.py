@@ -22,7 +22,7 @@ from components.train.engine import TrainEngine
 from components.train.memory_sizes import ZERO_NUMBERS
 from components.train.optimizer import adam_of
 from components.weights.gather import Part
-from components.weights.parts import cut_part, whole_part
+from components.weights.parts import cut_part, unsharded_part
 
 
 class DeepSpeedEngine(TrainEngine):
@@ -97,7 +97,7 @@ class DeepSpeedEngine(TrainEngine):
 
     def _part(self, parameter: nn.Parameter, dtype: torch.dtype) -> Part:
         if self._stage < 3:
-            return whole_part(parameter, dtype)
+            return unsharded_part(parameter, dtype)
         partitioned: Any = parameter
         shard = partitioned.ds_tensor
         return cut_part(shard, partitioned.ds_shape, dtype, shard.ds_numel)

@@ -84,7 +84,7 @@ class AheadQueue(RolloutQueue[Item]):
         return is_added
 
     def _seconds(self) -> dict[str, float]:
-        return self._clock.hand_over()
+        return self._clock.take_phases()
 
     # --- in the loop
 

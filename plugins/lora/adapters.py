@@ -118,7 +118,7 @@ class LoraAdapters:
                 yield "base_model.model." + name.removeprefix(self.prefix).replace(".default.", "."), tensor
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """Disable the adapters inside the context, so that passes are those of the initial model."""
         # peft's `enable_adapters` would also change `requires_grad`, after the engine has sharded the parameters by it.
         for layer in self.layers.values():

@@ -45,7 +45,7 @@ class Synonyms:
         all_names = [name for names in self.options.values() for name in names]
         return list(dict.fromkeys(all_names + [name for advice in self.advice for name in advice.names]))
 
-    def meant_by(self, name: str) -> list[str]:
+    def options_named(self, name: str) -> list[str]:
         """Return the options that have this name in another system, the likeliest first."""
         return [option for option, names in self.options.items() if name in names]
 
@@ -85,7 +85,7 @@ def answer(unknown: str, options: Mapping[str, str], recipe: str, others: Collec
     if advice := _of_table(last, written, options):
         return advice
     for name in (*longer, last):
-        candidates = synonyms().meant_by(name)
+        candidates = synonyms().options_named(name)
         candidates += [option for option in synonyms().recipes if option.rpartition(".")[2] == name]
         if not has_group:
             candidates.insert(0, written)
@@ -109,7 +109,7 @@ def _of_table(name: str, written: str, options: Mapping[str, str]) -> str:
     for advice in synonyms().advice:
         if name in advice.names and (not advice.where or advice.where in options):
             return f": {advice.say}"
-    meant = [option for option in synonyms().meant_by(name) if option in options]
+    meant = [option for option in synonyms().options_named(name) if option in options]
     namesakes = [option for option in options if option.rpartition(".")[2] == name]
     # `critic.lr` is not the learning rate of the policy.
     group = written.partition(".")[0]

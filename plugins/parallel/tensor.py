@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from components.models.vocabulary import set_vocabulary
-from plugins.parallel.vocabulary import CopiedVocabulary, VocabularyPart, own_parts, summed
+from plugins.parallel.vocabulary import CopiedVocabulary, VocabularyPart, local_shards, summed
 
 _COLUMNS = "colwise"
 _ROWS = "rowwise"
@@ -53,7 +53,7 @@ def cut_layers(model: nn.Module, mesh: DeviceMesh) -> None:
         cuts.decide(name, module)
     for module in model.modules():
         if module not in cuts.forward and any(True for _ in module.parameters(recurse=False)):
-            cuts.forward[module] = _whole
+            cuts.forward[module] = _forward_unsplit
     _distribute(model, mesh, cuts.placement)
     for module, forward in cuts.forward.items():
         module.forward = partial(forward, module, module.forward, mesh.get_group())
@@ -174,23 +174,23 @@ def _distribute(model: nn.Module, mesh: DeviceMesh, placement: dict[nn.Parameter
             setattr(module, name, made)
 
 
-def _whole(module: nn.Module, forward: Any, _group: dist.ProcessGroup, *inputs: Any, **named: Any) -> Tensor:
-    with own_parts(module):
+def _forward_unsplit(module: nn.Module, forward: Any, _group: dist.ProcessGroup, *inputs: Any, **named: Any) -> Tensor:
+    with local_shards(module):
         return forward(*inputs, **named)
 
 
 def _each_head(module: nn.Module, forward: Any, _group: dist.ProcessGroup, *inputs: Any, **named: Any) -> Tensor:
-    with own_parts(module, partial_gradients=True):
+    with local_shards(module, partial_gradients=True):
         return forward(*inputs, **named)
 
 
 def _columns(module: nn.Module, forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    with own_parts(module):
+    with local_shards(module):
         return forward(_Spread.apply(x, group))
 
 
 def _rows(module: Any, forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    with own_parts(module):
+    with local_shards(module):
         bias = module.bias
         # The bias is added after the sum. Otherwise it would count once per rank.
         module._parameters["bias"] = None
@@ -203,7 +203,7 @@ def _rows(module: Any, forward: Any, group: dist.ProcessGroup, x: Tensor) -> Ten
 def _key_heads(
     module: nn.Module, forward: Any, group: dist.ProcessGroup, x: Tensor, *, heads: int, repeats: int
 ) -> Tensor:
-    with own_parts(module, partial_gradients=True):
+    with local_shards(module, partial_gradients=True):
         x_KD = forward(_Spread.apply(x, group)).unflatten(-1, (heads, -1))
     return x_KD.repeat_interleave(repeats, -2).chunk(group.size(), -2)[group.rank()].flatten(-2)
 
@@ -212,12 +212,12 @@ def _embedding(
     module: nn.Module, forward: Any, group: dist.ProcessGroup, token: Tensor, *, part: VocabularyPart
 ) -> Tensor:
     place, is_own = part.local(token)
-    with own_parts(module):
+    with local_shards(module):
         return _Sum.apply(forward(place).masked_fill(~is_own.unsqueeze(-1), 0.0), group)
 
 
 def _head(module: nn.Module, forward: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
-    with own_parts(module):
+    with local_shards(module):
         return _Gather.apply(forward(_Spread.apply(x, group)), group)
 
 

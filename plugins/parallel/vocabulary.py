@@ -19,7 +19,7 @@ from components.models.vocabulary import Vocabulary
 
 
 @contextmanager
-def own_parts(module: nn.Module, *, partial_gradients: bool = False) -> Iterator[None]:
+def local_shards(module: nn.Module, *, partial_gradients: bool = False) -> Iterator[None]:
     """Inside, replace the DTensors among a module's parameters by this rank's parts.
 
     Args:
@@ -53,7 +53,7 @@ class CopiedVocabulary(Vocabulary):
     @contextmanager
     def weights(self, head: nn.Linear) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Inside, this rank's parts of weight and bias."""
-        with own_parts(head):
+        with local_shards(head):
             yield head.weight, head.bias
 
 

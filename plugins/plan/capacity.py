@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.launch.machines import assumed, is_here
+from training.launch.machines import assumed, is_this_machine
 from training.tracking.environment import output_of
 
 _LIMIT_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -24,7 +24,7 @@ class Capacity:
     """True if the run uses other machines too, which are assumed to be like this one."""
 
     @classmethod
-    def here(cls, gpus: object, nodes: int = 1) -> Capacity:
+    def of_machine(cls, gpus: object, nodes: int = 1) -> Capacity:
         """Return the memory of this machine, or of its control group, and of each of its GPUs.
 
         Other machines of a cluster are assumed to be like this one. For machines that `assume_devices` describes, only
@@ -44,7 +44,7 @@ class Capacity:
         if visible[:1].isdecimal() and os.environ.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
             visible = ""
         device = gpu_bytes(visible) if gpus else None
-        return cls(min(limits), device, is_guess=nodes > 1 or not is_here())
+        return cls(min(limits), device, is_guess=nodes > 1 or not is_this_machine())
 
 
 @functools.cache

@@ -58,7 +58,7 @@ class RunMemory:
 def collect(plan: Plan) -> RunMemory:
     """Estimate the memory of each role of a planned run."""
     job = plan.job
-    capacity = Capacity.here(job.device_type == "GPU", job.node_num)
+    capacity = Capacity.of_machine(job.device_type == "GPU", job.node_num)
     uses: dict[str, list[MemoryEstimate]] = {role: [] for role in job.placement.processes}
     # A role may have several models, for example a policy and its rollout engine in one process.
     for use in plan.models:

@@ -87,6 +87,5 @@ def _reduced(size: ModelSize, config: TrainConfig, ranks: int, passes: int, trai
     count = _share(trained - shared, ranks) + _share(shared // config.expert, ranks // config.expert)
     if config.engine == "fsdp":
         # fsdp reduces gradients in float32.
-        reductions = passes if config.stage == 3 else 1
-        return 4 * count * reductions
+        return 4 * count * (passes if config.stage == 3 else 1)
     return weight_width(config.precision) * count * {0: 2, 1: 1}.get(config.stage, passes)

@@ -315,7 +315,7 @@ class _TrainingMemory(ABC):
         return weight_width(self.config.precision)
 
     @property
-    def whole(self) -> int:
+    def unsharded(self) -> int:
         """Number of parameters that a pass needs on this rank. Of experts that ranks share, only this rank's count."""
         experts = self.size.expert_parameters
         return self.size.parameters - (experts - experts // self.config.expert)
@@ -323,7 +323,7 @@ class _TrainingMemory(ABC):
     @property
     def layer(self) -> int:
         """Number of parameters of a layer that a pass needs on this rank."""
-        return (self.whole - self.size.rest) // max(1, self.size.layers)
+        return (self.unsharded - self.size.rest) // max(1, self.size.layers)
 
     @property
     def stored(self) -> int:
@@ -377,9 +377,9 @@ class _FSDPMemory(_TrainingMemory):
         accumulated = 0
         if self.several:
             # Until the last micro-batch, gradients are added up in float32 without sharding.
-            unsharded = self.trained if self.config.lora_rank else self.whole
+            unsharded = self.trained if self.config.lora_rank else self.unsharded
             accumulated = 4 * (unsharded - self.trained // self.ranks)
-        return self.width * self.whole + accumulated + gradients
+        return self.width * self.unsharded + accumulated + gradients
 
     def _layer_gradients(self, head: int) -> int:
         """Return the bytes of a layer's gradient, its float32 copy for the reduction, and the output layer's

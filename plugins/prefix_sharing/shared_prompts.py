@@ -62,14 +62,14 @@ class SharedPrompts(EndToEnd):
     def plan_row(self, batch: Batch, *, one_follower: bool = False) -> RowPlan | None:
         """Return the plan of a packed row, or None if nothing is saved."""
         runs = runs_of(batch, self.shortest, one_follower=one_follower)
-        if not saved_by(runs):
+        if not saved_tokens(runs):
             return None
         return row_plan(batch, runs)
 
     def micro_batches(self, batch: Batch, max_tokens: int, max_sequences: int = 0) -> list[Tensor]:
         """Return the positions of the sequences of each micro-batch, in whose rows a common prefix occurs once."""
         runs = runs_of(batch, self.shortest)
-        if saved_by(runs):
+        if saved_tokens(runs):
             return shared_micro_batches(batch.lengths, runs, max_tokens, max_sequences)
         return super().micro_batches(batch, max_tokens, max_sequences)
 
@@ -84,7 +84,7 @@ class SharedPrompts(EndToEnd):
         if group_size == 1:
             runs = runs_of(minibatch, self.shortest)
         self._planned = minibatch, runs
-        if not saved_by(runs):
+        if not saved_tokens(runs):
             return super().micro_batches_by_rank(minibatch, ranks, max_tokens, max_sequences, group_size)
         lengths_B = minibatch.lengths
         parts = shares_of_runs(lengths_B, runs, ranks)
@@ -180,14 +180,14 @@ def _cut(order: list[int], common: list[int], shortest: int) -> list[Run]:
         apart = stretches.pop(first) + stretches.pop(i + 1)
         together = Run(order[first : last + 1], common[i])
         stretches[first] = apart
-        if common[i] >= shortest and together.saved >= saved_by(apart):
+        if common[i] >= shortest and together.saved >= saved_tokens(apart):
             stretches[first] = [together]
         begins[last] = first
         ends[first] = last
     return [run for _, runs in sorted(stretches.items()) for run in runs]
 
 
-def saved_by(runs: Iterable[Run]) -> int:
+def saved_tokens(runs: Iterable[Run]) -> int:
     """Return the number of tokens that need not be computed."""
     return sum(run.saved for run in runs)
 

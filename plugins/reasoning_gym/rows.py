@@ -102,7 +102,7 @@ def parse_task(name: str) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"this task cannot be used: {REFUSED[task]}")
     if task not in DATASETS:
         raise ValueError(
-            f"there is no such task{_near(task, DATASETS)}; there are {_listed(set(DATASETS) - set(REFUSED))}"
+            f"there is no such task{_suggestion(task, DATASETS)}; there are {_listed(set(DATASETS) - set(REFUSED))}"
         )
     fields = {field.name: field for field in dataclasses.fields(DATASETS[task][1])}
     # The caller sets these two.
@@ -115,7 +115,7 @@ def parse_task(name: str) -> tuple[str, dict[str, Any]]:
         key, equals, text = option.partition("=")
         if key not in names or not equals:
             raise ValueError(
-                f"{option!r} sets nothing{_near(key, names)}; settings are {_listed(names)}, as in name=value"
+                f"{option!r} sets nothing{_suggestion(key, names)}; settings are {_listed(names)}, as in name=value"
             )
         field = fields[key]
         default = field.default
@@ -192,7 +192,7 @@ def _value(text: str, default: Any, option: str) -> Any:
     raise ValueError(f"{option!r} cannot be set: it must be of the type {type(default).__name__}, as {default!r} is")
 
 
-def _near(name: str, names: Any) -> str:
+def _suggestion(name: str, names: Any) -> str:
     near = difflib.get_close_matches(name, names, n=3)
     if not near:
         return ""

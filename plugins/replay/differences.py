@@ -160,7 +160,7 @@ def _of_columns(first: Batch, second: Batch, step: int, quantity: str, names: Se
             continue
         unequal = unequal_entries(first[name], second[name])
         if bool(unequal.any()):
-            yield Difference(step, quantity, name, _where(first, name, second[name], unequal))
+            yield Difference(step, quantity, name, _difference_text(first, name, second[name], unequal))
 
 
 def unequal_entries(first: Tensor, second: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def unequal_entries(first: Tensor, second: Tensor) -> Tensor:
     return unequal
 
 
-def _where(batch: Batch, name: str, second: Tensor, unequal: Tensor) -> str:
+def _difference_text(batch: Batch, name: str, second: Tensor, unequal: Tensor) -> str:
     """Describe the first entry of a column that differs, and the largest difference."""
     first = batch[name]
     index = int(unequal.reshape(len(unequal), -1).any(1).nonzero()[0])

@@ -48,7 +48,7 @@ class Limits:
     tokens: int = 110_000
     """Number of tokens of all rollouts."""
 
-    def over(self, parts: int) -> Limits:
+    def divided(self, parts: int) -> Limits:
         """Return the limits for one of `parts` equal parts."""
         return Limits(self.points // parts, self.bars // parts, self.tokens // parts)
 

@@ -54,12 +54,12 @@ def build_page(run_dirs: Sequence[Path], limits: Limits | None = None) -> str:
         page = _render(collect(run_dirs, limits))
         if len(page.encode()) <= MOST_BYTES or limits.tokens < 1000:
             return page
-        limits = limits.over(2)
+        limits = limits.divided(2)
 
 
 def collect(run_dirs: Sequence[Path], limits: Limits) -> dict[str, Any]:
     """Return all data of a page."""
-    runs = [_run(run_dir, limits.over(len(run_dirs))) for run_dir in run_dirs]
+    runs = [_run(run_dir, limits.divided(len(run_dirs))) for run_dir in run_dirs]
     names = list(dict.fromkeys(name for run in runs for name in run["curves"]))
     differs = differences(run_dirs) if len(runs) > 1 else None
     metrics = gather.describe_metrics(names)

@@ -167,7 +167,7 @@ def _step(columns: Mapping[str, Any], most: int, vocabulary: Vocabulary) -> dict
     # A missing reward counts as 0 in the choice of groups.
     worth = np.nan_to_num(reward)
     for group in choose_groups({g: worth[indices] for g, indices in members.items()}):
-        chosen = [members[group][i] for i in _some(worth[members[group]])]
+        chosen = [members[group][i] for i in _shown_responses(worth[members[group]])]
         cost = int(np.minimum(lengths[chosen], most_each).sum())
         if groups and used + cost > most:
             continue
@@ -184,7 +184,7 @@ def _step(columns: Mapping[str, Any], most: int, vocabulary: Vocabulary) -> dict
     return {"of": len(lengths), "of_groups": len(members), "bins": bins, "cut": cut, "groups": groups}
 
 
-def _some(reward: np.ndarray) -> list[int]:
+def _shown_responses(reward: np.ndarray) -> list[int]:
     """Return the indices of a group's responses that are shown: all of them, or some of every reward in a large
     group.
     """

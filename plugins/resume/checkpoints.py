@@ -47,7 +47,7 @@ def find_checkpoint(resume: str, folder: str | Path, run_id: str | None = None) 
     if resume == "none":
         return None
     try:
-        chosen = _newest_whole(Path(folder).expanduser().absolute()) if resume == "auto" else _find(resume)
+        chosen = _newest_intact(Path(folder).expanduser().absolute()) if resume == "auto" else _find(resume)
     except (OSError, RuntimeError) as error:
         # pathlib raises RuntimeError for an unknown home folder and for a loop of symbolic links.
         raise ValueError(f"resume={resume} cannot be read: {error}; set resume to a step folder, or to none") from error
@@ -140,7 +140,7 @@ def _find(resume: str) -> Path:
     if resume.strip() and STEP_NAME.fullmatch(path.name) and put_back(path):
         _refuse_damage(resume, path)
         return path
-    if resume.strip() and (step_folder := _newest_whole(path) or _newest_whole(path / "checkpoints")):
+    if resume.strip() and (step_folder := _newest_intact(path) or _newest_intact(path / "checkpoints")):
         return step_folder
     raise ValueError(
         f"resume={resume}: there is no checkpoint; looked for a step folder at {path}, for {path / LATEST} and for "
@@ -148,7 +148,7 @@ def _find(resume: str) -> Path:
     )
 
 
-def _newest_whole(root: Path) -> Path | None:
+def _newest_intact(root: Path) -> Path | None:
     """Return the step that `latest` names.
 
     If it is damaged, the newest intact step before it is returned, and if there is no `latest`, the newest intact step.
@@ -156,7 +156,7 @@ def _newest_whole(root: Path) -> Path | None:
     """
     latest = named_step(root, LATEST)
     if latest is None:
-        intact = _whole_before(root)
+        intact = _intact_before(root)
         if intact is not None:
             logger.warning(
                 "%s is missing or empty; resuming from %s, the newest intact step", root / LATEST, intact.name
@@ -165,7 +165,7 @@ def _newest_whole(root: Path) -> Path | None:
     fault = damage(latest)
     if fault is None:
         return latest
-    intact = _whole_before(root, step_of(latest))
+    intact = _intact_before(root, step_of(latest))
     if intact is None:
         raise ValueError(
             f"{latest} is damaged: {fault}; there is no intact checkpoint before it; restore its files, or set "
@@ -179,12 +179,12 @@ def _refuse_damage(resume: str, folder: Path) -> None:
     fault = damage(folder)
     if fault is not None:
         advice = "there is no intact checkpoint before it"
-        if intact := _whole_before(folder.parent, step_of(folder)):
+        if intact := _intact_before(folder.parent, step_of(folder)):
             advice = f"set resume={intact}, the newest intact one before it"
         raise ValueError(f"resume={resume} is damaged: {fault}; {advice}")
 
 
-def _whole_before(root: Path, step: float = math.inf) -> Path | None:
+def _intact_before(root: Path, step: float = math.inf) -> Path | None:
     """Return the newest intact step below `step` that has a state to resume from, or None."""
     earlier = [root / name for name in step_names(root) if step_of(root / name) < step]
     # Lazily, because the digests of a checkpoint take seconds per GB, and the first intact checkpoint is enough.

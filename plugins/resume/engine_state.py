@@ -84,7 +84,7 @@ class EngineReader(EngineState):
         """
         with ExitStack() as stack:
             io = CollectiveIO(f"read {folder}")
-            saved = io.do(lambda: self._open(folder, stack))
+            saved = io.run(lambda: self._open(folder, stack))
             io.end()
             assert saved is not None
             if saved.note["beneath"] != self._sum_beneath():
@@ -127,16 +127,18 @@ class EngineReader(EngineState):
             if part is not None:
                 self._fill_part(name, parameter, part, saved)
         for name, buffer in self.engine.buffers.items():
-            buffer.copy_(saved.rank_reader.whole(f"{name}/buffer"))
+            buffer.copy_(saved.rank_reader.read_tensor(f"{name}/buffer"))
         average = saved.note["average"]
         if self.engine.average is not None and average:
             reader = saved.readers[average]
-            self.engine.average.restart((name, reader.whole(f"{name}/average")) for name in self.engine.average.tensors)
+            self.engine.average.restart(
+                (name, reader.read_tensor(f"{name}/average")) for name in self.engine.average.tensors
+            )
         # With another number of ranks there is no random state for each rank, and dropout restarts from the seed.
         if saved.note["world_size"] == self.world_size:
-            torch.set_rng_state(saved.rank_reader.whole("cpu/random"))
+            torch.set_rng_state(saved.rank_reader.read_tensor("cpu/random"))
             if self.engine.device.type == saved.note["device"] == "cuda":
-                torch.cuda.set_rng_state(saved.rank_reader.whole("cuda/random"))
+                torch.cuda.set_rng_state(saved.rank_reader.read_tensor("cuda/random"))
 
     def _fill_part(self, name: str, parameter: nn.Parameter, part: Part, saved: _Saved) -> None:
         beat()
@@ -156,7 +158,7 @@ class EngineReader(EngineState):
             if key not in state:
                 state[key] = torch.zeros_like(part.flat)
             if entry["adam_step"] is None:
-                part.of(state[key]).zero_()
+                part.view(state[key]).zero_()
             else:
                 _fill_shard(part, reader, f"{name}/{key}", into=state[key])
 
@@ -205,7 +207,7 @@ def _fill_shard(part: Part, reader: TensorReader, name: str, into: Tensor) -> No
         name: name of the tensor in the file.
         into: `flat`, or a moment of the same shape.
     """
-    target, block = part.of(into), part.block
+    target, block = part.view(into), part.block
     for first, last in row_pieces(block.rows, block.columns):
         piece = reader.block(name, replace(block, row=block.row + first, rows=last - first))
         target[first:last].copy_(piece.view(last - first, block.columns))

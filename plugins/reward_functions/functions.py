@@ -90,23 +90,23 @@ def by_names(
     names = {parameter.name for parameter in parameters}
     keyword_arguments = dict(arguments or {})
     if of_one or (of_one is None and not names.isdisjoint(OF_ONE[:3])):
-        return _for_one(function, parameters, keyword_arguments)
+        return _wrap_response_function(function, parameters, keyword_arguments)
     signature = OF_ALL
     if _is_trl(names):
         signature = TRL
     elif of_one is None:
         signature = OURS
-    return _for_all(function, parameters, keyword_arguments, signature)
+    return _wrap_batch_function(function, parameters, keyword_arguments, signature)
 
 
-def _for_one(
+def _wrap_response_function(
     function: RewardFunction, parameters: Sequence[inspect.Parameter], arguments: dict[str, Any]
 ) -> Callable[..., Columns]:
     """Wrap a function for one response. An async function is awaited for several responses concurrently."""
     kwargs_names = {*OF_ONE, *arguments}
 
     def call_one(*row: Any) -> Any:
-        return function(**_chosen(parameters, _of_one(*row) | arguments, kwargs_names))
+        return function(**_chosen(parameters, _response_arguments(*row) | arguments, kwargs_names))
 
     # An object with an async __call__ counts as an async function too.
     if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
@@ -114,7 +114,7 @@ def _for_one(
     return lambda *columns: read_scores([awaited(call_one(*row)) for row in zip(*columns)])
 
 
-def _for_all(
+def _wrap_batch_function(
     function: RewardFunction,
     parameters: Sequence[inspect.Parameter],
     arguments: Mapping[str, Any],
@@ -136,7 +136,7 @@ def _for_all(
         def log_extra(name: str, values: Sequence[Any]) -> None:
             texts[str(name)] = [str(value) for value in values]
 
-        values = _of_all(queries, *columns) | {"log_metric": logs.__setitem__, "log_extra": log_extra}
+        values = _batch_arguments(queries, *columns) | {"log_metric": logs.__setitem__, "log_extra": log_extra}
         if signature is TRL:
             _as_messages(values)
         values |= arguments
@@ -243,7 +243,7 @@ def read_rewards(result: Any, count: int) -> Columns:
     return Columns(columns.rewards, columns.scores, {}, {}, absent)
 
 
-def _of_one(query: str, prompt: str, label: Any, response: str, row: Mapping[str, Any]) -> dict[str, Any]:
+def _response_arguments(query: str, prompt: str, label: Any, response: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return all possible arguments of a function for one response, by name."""
     # Data in verl's layout has a column `extra_info`. For other data all columns take its place.
     columns = row.get("columns", {})
@@ -252,7 +252,7 @@ def _of_one(query: str, prompt: str, label: Any, response: str, row: Mapping[str
     return columns | arguments | {"query": query, "prompt": prompt}
 
 
-def _of_all(
+def _batch_arguments(
     queries: Sequence[str],
     prompts: Sequence[str],
     labels: Sequence[Any],

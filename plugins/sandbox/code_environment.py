@@ -50,7 +50,7 @@ class AgentInstance(TextEnvironment):
             self._tests = [self._tests]
         if not self._tests or not all(isinstance(t, str) or {"input", "output"} <= {*t} for t in self._tests):
             raise ValueError(f"the label's tests are {str(self._tests)[:200]!r}; give some, such as {EXAMPLE}")
-        return {"observation": self.says(states["observation"])}
+        return {"observation": self.as_feedback(states["observation"])}
 
     async def step(self, states: dict[str, Any], **kwargs: Any) -> dict[str, Any]:  # noqa: ARG002 - as above
         """Run the tests until one fails."""
@@ -76,7 +76,7 @@ class AgentInstance(TextEnvironment):
         return {
             "rewards": solved,
             "scores": solved,
-            "environment_feedback": self.says("All tests passed.\n" if solved else failed),
+            "environment_feedback": self.as_feedback("All tests passed.\n" if solved else failed),
             "done": bool(solved) or self._tried >= self.tries,
             "extra_logs": {"tries": self._tried, "passed_share": passed / len(self._tests)},
         }

@@ -68,11 +68,11 @@ def call_filter(machine: str) -> bytes:
     ]
     for number in (*NEW_CALLS, *OLD_CALLS[machine]):
         steps += _refused(EQUALS, number, errno.EPERM)
-    steps += _looked_at(CLONE[machine], _refused(HAS_BITS, NEW_USER, errno.EPERM))
-    steps += _looked_at(LIMITS_OF[machine], _unless(0, errno.EPERM))
+    steps += _check_argument(CLONE[machine], _refused(HAS_BITS, NEW_USER, errno.EPERM))
+    steps += _check_argument(LIMITS_OF[machine], _unless(0, errno.EPERM))
     families = [_step(EQUALS, family, when=len(FAMILIES) - place) for place, family in enumerate(FAMILIES)]
     for number in SOCKET_CALLS[machine]:
-        steps += _looked_at(number, [*families, _step(RETURN, FAIL | errno.EAFNOSUPPORT)])
+        steps += _check_argument(number, [*families, _step(RETURN, FAIL | errno.EAFNOSUPPORT)])
     return b"".join([*steps, _step(RETURN, ALLOW)])
 
 
@@ -89,6 +89,6 @@ def _unless(number: int, error: int) -> list[bytes]:
     return [_step(EQUALS, number, when=1), _step(RETURN, FAIL | error)]
 
 
-def _looked_at(call: int, steps: list[bytes]) -> list[bytes]:
+def _check_argument(call: int, steps: list[bytes]) -> list[bytes]:
     """Return instructions that apply `steps` to the first argument of a call, and skip them for other calls."""
     return [_step(EQUALS, call, unless=len(steps) + 2), _step(LOAD, FIRST_ARGUMENT), *steps, _step(RETURN, ALLOW)]

@@ -17,4 +17,4 @@ def python_tool(limits: Limits | None = None) -> Tool:
         """
         return (await run_python_async(code, limits=limits)).text or "(it printed nothing)"
 
-    return Tool.of(python)
+    return Tool.from_function(python)

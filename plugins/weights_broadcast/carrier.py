@@ -298,7 +298,7 @@ def read_broadcast(
             if not content:
                 break
             nbytes, listed, start = content
-            pieces = [Piece.of(piece) for piece in listed]
+            pieces = [Piece.from_json(piece) for piece in listed]
             bucket = torch.empty(nbytes, dtype=torch.uint8, device=member.device)
             member.broadcast(bucket).wait()
             yield from pieces_of(bucket, pieces) if start == WHOLE else slices.joined(bucket, pieces, start)

@@ -150,7 +150,7 @@ def fetch(
         raise FileNotFoundError(f"version {version} was unlinked at {where}; receive the newest handle")
     if header["status"] != "ok":
         raise PermissionError(f"{where} {header['status']}")
-    tables = [[Piece.of(piece) for piece in table] for _, table in header["buckets"]]
+    tables = [[Piece.from_json(piece) for piece in table] for _, table in header["buckets"]]
     sizes = [size for size, _ in header["buckets"]]
     return RemoteVersion(tables, header["digests"], _payload(stream, sizes, tables, where))
 

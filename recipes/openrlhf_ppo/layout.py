@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from components.models.attention import choose_attention
 from core.placement import detect_devices
-from training.launch.machines import cores_here, is_here
+from training.launch.machines import cores_here, is_this_machine
 from training.options.schema import ConfigError
 
 from .config import COUNTS, SPREAD, PPOConfig
@@ -74,7 +74,7 @@ def _machines(config: PPOConfig, workers: Mapping[str, int], gpus: int) -> int:
     """Return the number of machines. OpenRLHF's commands do not set it, so on a cluster the roles determine it."""
     named = max(config.placement.nodes, *_nodes(config).values())
     # A single machine cannot grow. Too large numbers of workers are then an error of the placement.
-    if not gpus or is_here():
+    if not gpus or is_this_machine():
         return named
     width = {"rollout": config.rollout.tensor_parallel}
     needed = [max(workers[role] * width.get(role, 1) for role in group) for group in groups(config)]

@@ -12,7 +12,7 @@ from training.options.table_adapter import Computed
 
 from .agent_keys import read_agent
 from .dataset_keys import VerlAdapter
-from .nested_keys import listed, within
+from .nested_keys import listed, values_within
 from .pool_keys import ACTOR, ROLLOUT, read_pools
 from .reward_keys import read_reward
 
@@ -127,7 +127,7 @@ def read_optimizers(keys: Computed) -> None:
 def read_critic_config(keys: Computed) -> None:
     """Check overrides of the critic's config.json, of which only the attention kernels are accepted."""
     group = "critic.model.override_config"
-    for name, value in within(keys, group).items():
+    for name, value in values_within(keys, group).items():
         if name == "attn_implementation":
             keys.notes.append(f"no effect of {group}.{name}: the critic has the policy's attention kernels")
         elif value:
@@ -314,11 +314,11 @@ def read_algorithm(keys: Computed) -> None:
                 size = min(size, 1.0)
             keys.put(f"algorithm.clip_{side}", size, keys.name(one_side, both) or both)
     control = {"kl_coef": 0.001, "type": "fixed", "target_kl": 0.1, "horizon": 10000}
-    control |= within(keys, "algorithm.kl_ctrl")
+    control |= values_within(keys, "algorithm.kl_ctrl")
     coef = keys.get(f"{ACTOR}.kl_loss_coef", default=0.001) if keys.get(f"{ACTOR}.use_kl_loss") else 0.0
     estimator = _estimator(keys, f"{ACTOR}.kl_loss_type", "low_var_kl")
     if keys.get("algorithm.use_pf_ppo"):
-        drawn = {"reweight_method": "pow", "weight_pow": 2.0} | within(keys, "algorithm.pf_ppo")
+        drawn = {"reweight_method": "pow", "weight_pow": 2.0} | values_within(keys, "algorithm.pf_ppo")
         keys.put("algorithm.resample", drawn["reweight_method"], "algorithm.pf_ppo.reweight_method")
         keys.put("algorithm.resample_power", drawn["weight_pow"], "algorithm.pf_ppo.weight_pow")
     if keys.get("algorithm.use_kl_in_reward"):

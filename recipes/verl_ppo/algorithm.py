@@ -180,7 +180,7 @@ def mean_weight(weight_N: Tensor, experience: Batch, level: str) -> Tensor:
     return sequence_means(weight_N, mask_N, experience.lengths)[acts_B].mean()
 
 
-def of_all(totals: Totals) -> Totals:
+def count_all_sequences(totals: Totals) -> Totals:
     """Return totals in which sequences without any accepted token count as 0 in means over sequences."""
     return replace(totals, sequences=totals.rows)
 
@@ -194,7 +194,7 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOC
         reduce_loss,
         mask_N=mask_N,
         lengths_B=micro.lengths,
-        totals=of_all(totals),
+        totals=count_all_sequences(totals),
         aggregation=algorithm.loss_aggregation,
         max_length=algorithm.loss_length or config.rollout.max_new_tokens,
     )
@@ -233,7 +233,7 @@ def value_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOCo
     tokens = clipped_value_loss(*values, clip=critic.value_clip)
     aggregation = critic.loss_aggregation or config.algorithm.loss_aggregation
     longest = config.algorithm.loss_length or config.rollout.max_new_tokens
-    return reduce_loss(tokens, mask_N, micro.lengths, of_all(totals), aggregation, longest)
+    return reduce_loss(tokens, mask_N, micro.lengths, count_all_sequences(totals), aggregation, longest)
 
 
 class AdaptedKL(ppo_loss.AdaptedKL):

@@ -15,7 +15,7 @@ def listed(value: Any) -> list[Any]:
     return [value]
 
 
-def within(keys: Computed, *groups: str) -> dict[str, Any]:
+def values_within(keys: Computed, *groups: str) -> dict[str, Any]:
     """Return the values of these mappings, by their dotted names relative to the mapping."""
     flat: dict[str, Any] = {}
     for group in groups:

@@ -120,7 +120,7 @@ class PoolOptions(PlacementOptions):
             devices = options.rollout_engines * tensor_parallel
             options.pools = options.spec | {"sample": [devices // options.nodes] * options.nodes}
         if tensor_parallel > 1:
-            options.role_pools = options.one_part_each
+            options.role_pools = options.separate_parts
             each = options.spec[options.mapping["rollout"]][0]
             if each % tensor_parallel:
                 raise ValueError(
@@ -139,7 +139,7 @@ class PoolOptions(PlacementOptions):
         )
 
     @property
-    def one_part_each(self) -> dict[str, str]:
+    def separate_parts(self) -> dict[str, str]:
         """`mapping` with a separate role for each part of the policy, in the same pool."""
         mapping = dict[str, str]()
         for role, pool in self.mapping.items():

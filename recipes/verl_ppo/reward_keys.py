@@ -2,7 +2,7 @@
 
 from training.options.table_adapter import Computed
 
-from .nested_keys import within
+from .nested_keys import values_within
 
 MANAGERS = ("naive", "batch", "dapo", "prime", "limited", "remote", "gdpo")
 FUNCTIONS = "functions run at the same time in reward.workers processes of their own, each with a deadline"
@@ -51,11 +51,11 @@ def read_reward(keys: Computed) -> None:
     elif manager not in ("naive", "dapo"):
         keys.notes.append(f"{name}={manager} is naive: {FUNCTIONS}")
     kwargs = [f"{model}.reward_kwargs" for model in models]
-    settings = within(keys, "reward_model.reward_kwargs", "reward.reward_kwargs", *kwargs)
+    settings = values_within(keys, "reward_model.reward_kwargs", "reward.reward_kwargs", *kwargs)
     longest = settings.pop("max_resp_len", None)
     response = keys.option("rollout.max_new_tokens", 512)
     buffer = {name.removeprefix("overlong_buffer_cfg."): value for name, value in settings.items()}
-    buffer |= within(keys, "reward_model.overlong_buffer", "custom_reward_function.overlong_buffer")
+    buffer |= values_within(keys, "reward_model.overlong_buffer", "custom_reward_function.overlong_buffer")
     if unknown := sorted(buffer.keys() - {"enable", "len", "penalty_factor", "log"}):
         keys.faults.append(
             f"reward_model.reward_kwargs has {', '.join(unknown)}; there are overlong_buffer_cfg.enable, .len, "

@@ -154,7 +154,7 @@ class Trainer(BaseTrainer):
 
     def init(self) -> None:
         self.folder = Path(self.config["folder"])
-        roles = [role for role in ("TOOL", "ACTOR") if CASES[self.config["case"]].of(role).total]
+        roles = [role for role in ("TOOL", "ACTOR") if CASES[self.config["case"]].split(role).total]
         self.groups = [RoleGroup(role) for role in roles]
 
     def fit(self) -> None:
@@ -398,11 +398,11 @@ def alive_node(address: str) -> dict[str, Any]:
     """Return the Ray node at an address. Wait until Ray has marked earlier nodes of the address as dead."""
     nodes: list[dict[str, Any]] = []
 
-    def only_one() -> bool:
+    def is_single_process() -> bool:
         nodes[:] = [node for node in ray.nodes() if node["Alive"] and node["NodeManagerAddress"] == address]
         return len(nodes) == 1
 
-    wait_until(only_one)
+    wait_until(is_single_process)
     return nodes[0]
 
 
@@ -420,7 +420,7 @@ def build(case: Case, name: str, folder: Path, near: str, far: str) -> Any:
     builder = JobBuilder().device_type("CPU").config({"case": name, "folder": str(folder), "far": far})
     builder.recovery(max_restarts=3, stall_timeout=case.stall_timeout)
     for role in ("TRAINER", "TOOL", "ACTOR"):
-        split = case.of(role)
+        split = case.split(role)
         if not split.total:
             continue
         builder.role(role)

@@ -49,7 +49,7 @@ class Case:
     machines: int = 2
     """Number of machines. Those besides near and far have free resources only after the job has started."""
 
-    def of(self, role: str) -> Split:
+    def split(self, role: str) -> Split:
         """Return the placement of a role."""
         return {"TRAINER": self.trainer, "TOOL": self.tools, "ACTOR": self.ranks}[role]
 

@@ -98,11 +98,11 @@ def try_case(name: str, folder: Path, machines: Machines, near: str, far: str, l
     driver = machines.drive([str(HERE / "fault_job.py"), name, str(folder), near, far], terminal)
     faults: list[str] = []
     try:
-        if not _until((folder / "ready").exists, driver, READY_S):
+        if not _wait_until((folder / "ready").exists, driver, READY_S):
             faults.append(f"not ready after {READY_S:g} s")
         elif driver.poll() is None:
             _strike(case, folder, machines)
-            if not _until(lambda: False, driver, limit_s):
+            if not _wait_until(lambda: False, driver, limit_s):
                 faults.append(f"has not ended {limit_s:g} s after the fault")
     finally:
         if driver.poll() is None:
@@ -121,7 +121,7 @@ def try_case(name: str, folder: Path, machines: Machines, near: str, far: str, l
     return Verdict([*faults, *report.wrong(case, far, printed)], printed, report)
 
 
-def _until(reached: Callable[[], bool], driver: subprocess.Popen[Any], seconds: float) -> bool:
+def _wait_until(reached: Callable[[], bool], driver: subprocess.Popen[Any], seconds: float) -> bool:
     """Wait until something is reached, or the driver has ended; False if it takes too long."""
     deadline = time.monotonic() + seconds
     while not reached() and driver.poll() is None:

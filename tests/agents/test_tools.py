@@ -91,7 +91,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def run(tool: Tool | Callable[..., Any], **arguments: Any) -> str:
-    return asyncio.run((tool if isinstance(tool, Tool) else Tool.of(tool)).run(arguments))
+    return asyncio.run((tool if isinstance(tool, Tool) else Tool.from_function(tool)).run(arguments))
 
 
 def responses(agent: ToolAgentInstance, text: str) -> list[str]:
@@ -109,7 +109,7 @@ def is_error(results: list[str], *facts: object) -> bool:
 
 
 def test_the_schema_is_made_from_types_and_docstring() -> None:
-    assert Tool.of(look_up).schema == {
+    assert Tool.from_function(look_up).schema == {
         "type": "function",
         "function": {
             "name": "look_up",
@@ -158,7 +158,7 @@ def odd(a: asyncio.Queue[int]) -> str:
 )
 def test_a_function_without_types_or_docstring_raises_an_error(function: Callable[..., Any], facts: list[str]) -> None:
     with pytest.raises(ValueError, match=says(*facts)):
-        Tool.of(function)
+        Tool.from_function(function)
 
 
 def test_arguments_are_converted_by_their_types() -> None:
@@ -180,7 +180,7 @@ def test_sync_functions_run_concurrently() -> None:
         return ""
 
     async def both() -> list[str]:
-        return await asyncio.gather(*(Tool.of(rest).run({}) for _ in range(20)))
+        return await asyncio.gather(*(Tool.from_function(rest).run({}) for _ in range(20)))
 
     together = threading.Barrier(20)  # run sequentially, none would finish within the limit
     assert asyncio.run(both()) == [""] * 20
@@ -276,7 +276,9 @@ def test_the_first_observation_has_the_tools_and_the_prompt() -> None:
     assert [message["role"] for message in observation] == ["system", "user"]
     assert observation[1]["content"] == "2 + 2?"
     schemas = [json.loads(line) for line in observation[0]["content"].splitlines() if line.startswith('{"type"')]
-    assert schemas == [Tool.of(tool).schema for tool in (look_up, add, fail, wait_long, long_text, nap, block)]
+    assert schemas == [
+        Tool.from_function(tool).schema for tool in (look_up, add, fail, wait_long, long_text, nap, block)
+    ]
 
 
 class Quiet(Agent):

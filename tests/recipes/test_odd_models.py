@@ -50,7 +50,7 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_is_refused(
 @pytest.mark.parametrize(("word", "environment"), [("isolated", {}), ("unsafe", {PERMISSION: "unsafe"})])
 def test_sandbox_unsafe_reaches_every_process_of_the_run(word: str, environment: dict[str, str]) -> None:
     line = CommandLine(COMMAND.schema, [f"sandbox={word}", "data.path=task:sort", "model.path=warm_start:sort"])
-    assert COMMAND.plan(COMMAND.asked(line), line).job.global_env == environment
+    assert COMMAND.plan(COMMAND.requested_config(line), line).job.global_env == environment
 
 
 def test_lengths_that_do_not_fit_are_refused_before_anything_starts(

@@ -97,7 +97,7 @@ def words_of(kind: Any) -> str:
 def test_every_flag_of_the_program_is_known_and_takes_the_same_number_of_arguments(program: str) -> None:
     schema = SCHEMAS[program]
     upstream = [(name, words_of(KINDS[kind])) for kind, names in FLAGS[program].items() for name in names.split()]
-    vocabulary = Vocabulary.of(schema).with_adapters()
+    vocabulary = Vocabulary.from_schema(schema).with_adapters()
     kinds = {name: vocabulary.kind_of(name) for name, _ in upstream}
     assert [name for name, kind in kinds.items() if kind is None] == []
     assert [(name, words_of(kinds[name])) for name, _ in upstream] == upstream

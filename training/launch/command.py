@@ -20,7 +20,7 @@ from core import Job
 from core.backends.ray_address import check_reachable, is_ray_left
 from core.placement import detect_devices
 from training.launch.launch import role_sizes, run_job
-from training.launch.machines import is_here
+from training.launch.machines import is_this_machine
 from training.launch.model_checks import absent_models
 from training.launch.plan import CHOICES, PLAN, Plan
 from training.options.config import CommandLine, Vocabulary
@@ -123,17 +123,17 @@ class Command(ABC, Generic[C]):
 
     def read(self, arguments: list[str]) -> C:
         """Return the requested configuration, with automatic values unresolved."""
-        return self.asked(CommandLine(self.schema, self.words(arguments)))
+        return self.requested_config(CommandLine(self.schema, self.words(arguments)))
 
-    def asked(self, line: CommandLine[C]) -> C:
+    def requested_config(self, line: CommandLine[C]) -> C:
         """Return the requested configuration: the options of the user over those of a preset.
 
         Without model.path the preset is tiny.yaml, the demonstration. With model.path on GPUs it is gpu.yaml.
         """
         if "model.path" not in line.named:
-            line.start_from(Vocabulary.of(self.schema).read_file(self.folder / "tiny.yaml"))
+            line.start_from(Vocabulary.from_schema(self.schema).read_file(self.folder / "tiny.yaml"))
         elif self.takes_gpu_preset(line):
-            options = Vocabulary.of(self.schema).read_file(self.folder / "gpu.yaml")
+            options = Vocabulary.from_schema(self.schema).read_file(self.folder / "gpu.yaml")
             idle = self.idle_presets(line)
             taken = [option for option in options if option.name not in idle]
             line.start_from(taken)
@@ -166,7 +166,7 @@ class Command(ABC, Generic[C]):
         try:
             _check_text(arguments)
             with _planned_machines(line):
-                requested = self.asked(line)
+                requested = self.requested_config(line)
                 # Before the plan: it fetches the config.json of each model, from which the plan computes the memory.
                 absent = absent_models(self.models(requested)) if requested.dry_run else {}
                 plan = self.plan(requested, line)
@@ -232,13 +232,13 @@ class Command(ABC, Generic[C]):
         except (ValueError, OSError) as error:
             # Raised only after the plan was printed: a dry run is for reading the plan of a run that does not fit too.
             fault = error
-            if not is_here():
+            if not is_this_machine():
                 plan.notes = [*plan.notes, f"with the models and data of this machine it would be refused: {error}"]
         print(plan.json())
         plan.check_and_show(always=True)
         if fault is None:
             self._show_first(plan)
-        elif is_here():
+        elif is_this_machine():
             raise fault
 
     def _show_first(self, plan: Plan) -> None:

@@ -20,7 +20,7 @@ def assumed() -> Any:
     return assumed_machines.get()
 
 
-def is_here() -> bool:
+def is_this_machine() -> bool:
     """True if the run is planned for this machine, so that its cores, memory and packages count."""
     # With RAY_ADDRESS the processes start on the machines of a cluster, of which this one may be no part.
     return assumed() is None and not os.environ.get("RAY_ADDRESS")
@@ -28,4 +28,4 @@ def is_here() -> bool:
 
 def cores_here() -> int | None:
     """Return the number of CPU cores that the run may use, or None if it runs on other machines."""
-    return len(os.sched_getaffinity(0)) if is_here() else None
+    return len(os.sched_getaffinity(0)) if is_this_machine() else None

@@ -106,7 +106,7 @@ class Adapter:
                 self._translate_one(option, target, result)
         return result
 
-    def over(self, other: Adapter) -> Adapter:
+    def merged_with(self, other: Adapter) -> Adapter:
         """Return this adapter with the names of another one that it lacks."""
         options = {name: target for name, target in other.options.items() if self.kind_of(name, {}) is None}
         return replace(self, options={**options, **self.options})

@@ -59,7 +59,7 @@ class CommandLine(Generic[T]):
             schema: dataclass of the options.
             arguments: the command line. Its errors are raised by `config`.
         """
-        self._vocabulary = Vocabulary.of(schema)
+        self._vocabulary = Vocabulary.from_schema(schema)
         self._read(arguments)
         # The tables of other systems take a tenth of a second to load, so they are only read for a name of theirs.
         if any(not self._vocabulary.is_field(option) for option in self._given):
@@ -172,7 +172,7 @@ class Vocabulary:
     adapter: Adapter
 
     @classmethod
-    def of(cls, schema: Any) -> Vocabulary:
+    def from_schema(cls, schema: Any) -> Vocabulary:
         """Return the vocabulary of a schema, with the names of its ADAPTER if it has one."""
         return cls(schema, getattr(schema, "ADAPTER", None) or Adapter())
 
@@ -186,7 +186,7 @@ class Vocabulary:
         adapter = self.adapter
         for name in getattr(self.schema, "ADAPTERS", ()):
             if (provided := registry.find(COMMAND_ADAPTER, name)) is not None:
-                adapter = provided().over(adapter)
+                adapter = provided().merged_with(adapter)
         return replace(self, adapter=adapter)
 
     def kind_of(self, name: str) -> Any:

@@ -26,7 +26,7 @@ class ParallelOptions(Options, group="parallel", plugin="parallel"):
     of their experts. These ranks still train on different sequences. Divides the memory of gathered experts by this
     number."""
 
-    def faults_beside(self, train: TrainOptions) -> Iterator[str]:
+    def combination_faults(self, train: TrainOptions) -> Iterator[str]:
         """Yield the errors of these options in combination with those of training."""
         yield from parallel_faults(train, context=self.context, tensor=self.tensor, expert=self.expert)
 

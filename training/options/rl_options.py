@@ -160,7 +160,7 @@ class RLOptions(RunOptions):
                 yield f"{name} is empty; set {name}=..., or run without options for the demonstration"
         yield from self._faults_of_sizes()
         yield from transport_fault(self.placement.nodes)
-        yield from self.parallel.faults_beside(self.train)
+        yield from self.parallel.combination_faults(self.train)
         if self.asynchronous.ahead or self.asynchronous.in_flight_prompts:
             # The other checks belong to the plug-in, so a missing one is reported alone.
             queue = "rollout queue", "faults", "asynchronous.enabled=true"

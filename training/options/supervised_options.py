@@ -163,7 +163,7 @@ class SupervisedOptions(RunOptions):
         for name, value in (("model.path", self.model.path), ("data.path", self.data.path)):
             if not value:
                 yield f"{name} is empty; set {name}=..., or run without options for the demonstration"
-        yield from self.parallel.faults_beside(self.train)
+        yield from self.parallel.combination_faults(self.train)
         if self.train.batch_size < self.placement.ranks:
             yield (
                 f"train.batch_size={self.train.batch_size} is too small for {self.placement.ranks} ranks; raise it, "

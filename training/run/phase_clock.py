@@ -52,20 +52,20 @@ class PhaseClock:
 
     def beside_step(self, name: str) -> AbstractContextManager[None]:
         """Report the phase `name`, and exclude its time from the phases and from the step."""
-        return nullcontext() if vars(self._beside) else self._time_beside(name)
+        return nullcontext() if vars(self._beside) else self._time_thread(name)
 
     def outside_step(self, name: str, act: Callable[P, R]) -> Callable[P, R]:
         """Wrap `act` so that it runs within `beside_step(name)`."""
 
-        def act_beside(*args: P.args, **kwargs: P.kwargs) -> R:
+        def act_in_phase(*args: P.args, **kwargs: P.kwargs) -> R:
             with self.beside_step(name):
                 return act(*args, **kwargs)
 
-        return act_beside
+        return act_in_phase
 
     @contextmanager
-    def _time_beside(self, name: str) -> Iterator[None]:
-        with self._time(name, self._add_beside):
+    def _time_thread(self, name: str) -> Iterator[None]:
+        with self._time(name, self._add_thread_phase):
             self._beside.phase = name
             try:
                 yield
@@ -89,17 +89,17 @@ class PhaseClock:
         phases: dict[str, float] = vars(self._seconds)
         phases[name] = phases.get(name, 0.0) + seconds
 
-    def _add_beside(self, name: str, seconds: float) -> None:  # noqa: ARG002 - called like _add_phase
+    def _add_thread_phase(self, name: str, seconds: float) -> None:  # noqa: ARG002 - called like _add_phase
         self._beside_seconds += seconds
 
-    def hand_over(self) -> dict[str, float]:
+    def take_phases(self) -> dict[str, float]:
         """Return the seconds of each phase of this thread since the last call."""
         seconds = dict(vars(self._seconds))
         vars(self._seconds).clear()
         return seconds
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Add the phases of another thread, from `hand_over`, to the result of the next `take`."""
+        """Add the phases of another thread, from `take_phases`, to the result of the next `take`."""
         for name, value in seconds.items():
             self._added[name] = self._added.get(name, 0.0) + value
 
@@ -109,7 +109,7 @@ class PhaseClock:
         `other` is the time of the step that is in no phase of this thread. Phases of other threads ran at the same
         time, so they are not part of the sum. Waiting for them is a separate phase.
         """
-        phases = self.hand_over()
+        phases = self.take_phases()
         now = time.monotonic()
         # Without `begin`, the first step starts with its first phase.
         if self._step_began is None:

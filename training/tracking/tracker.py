@@ -109,7 +109,7 @@ class Tracker:
         # Converted once, because every sink and observer needs plain values, and reading a tensor may wait for a GPU.
         if self._guard("metrics", lambda: values.update(plain(metrics))):
             self._emit(lambda sink: sink.log(step, values))
-            shown = tuple(name for pattern in self._shown for name in values if _is(name, pattern))
+            shown = tuple(name for pattern in self._shown for name in values if _matches_metric(name, pattern))
             response: dict[str, Any] = {}
             if sample is not None:
                 self._guard("a response of each step", lambda: response.update(plain(sample())))
@@ -172,12 +172,12 @@ class Tracker:
         # Kept if the sink fails to open: a later attempt continues in the same record.
         self._run_ids[f"{name}_id"] = context.run_id
 
-        def open_it() -> Sink:
+        def open_sink() -> Sink:
             sink = sink_type.open(context, **settings)
             self._run_ids[f"{name}_id"] = sink.run_id
             return sink
 
-        self._open_sink(sink_type.TITLE, open_it)
+        self._open_sink(sink_type.TITLE, open_sink)
 
     def _open_sink(self, name: str, make: Callable[[], Sink]) -> None:
         self._guard(name, lambda: self._sinks.update({name: make()}))
@@ -207,7 +207,7 @@ class Tracker:
         return True
 
 
-def _is(name: str, pattern: str) -> bool:
+def _matches_metric(name: str, pattern: str) -> bool:
     return name == pattern or (pattern.endswith("/") and name.startswith(pattern))
 
 

@@ -48,7 +48,7 @@ class Block:
             return self
         return Block(self.row * self.width, self.rows * self.width, is_first=self.is_first)
 
-    def of(self, whole_RW: Tensor) -> Tensor:
+    def view(self, whole_RW: Tensor) -> Tensor:
         """Return the block of a whole parameter, as a view of shape [rows, columns]."""
         return whole_RW[self.row : self.row + self.rows, self.column : self.column + self.columns]
 

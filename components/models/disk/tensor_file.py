@@ -68,7 +68,7 @@ class TensorReader:
         shape, dtype, _ = self._tensors[name]
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def whole(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         """Read a whole tensor."""
         shape = self._tensors[name][0]
         return self.numbers(name, 0, shape.numel()).view(shape)

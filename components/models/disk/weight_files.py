@@ -97,7 +97,7 @@ class WeightFiles:
         """Copy a block of a tensor of the model to `into`, converted to its dtype and device."""
         source = self._sources[name]
         if not into.ndim:
-            into.copy_(self._reader(source.keys[0][1]).whole(source.keys[0][1]))
+            into.copy_(self._reader(source.keys[0][1]).read_tensor(source.keys[0][1]))
         elif source.converter is not None and not source.stacked:
             rows = self._converted(source)[name][block.row : block.row + block.rows]
             into.copy_(block.columns_of(rows).view(into.shape))
@@ -119,7 +119,7 @@ class WeightFiles:
         converter = deepcopy(source.converter)
         for pattern, key in source.of_rows(rows):
             reader = self._reader(key)
-            read = reader.whole
+            read = reader.read_tensor
             if on_meta:
                 read = reader.empty
             converter.add_tensor(source.target, key, pattern, read(key))

@@ -89,8 +89,8 @@ def test_options_reach_the_engine_and_evaluation_samples_from_the_full_vocabular
         assert engine_config.gpu_memory_utilization == share
     assert isinstance(RolloutOptions(engine="hf").engine_config("fp32", 9, shared, lora_rank=8), HFRolloutConfig)
     trained, inferred = options.sampling(1, 2), options.sampling(1, 2, 0.6)
-    assert (trained.top_p, trained.top_k, trained.is_whole) == (0.9, 5, False)
-    assert (inferred.top_p, inferred.top_k, inferred.temperature, inferred.is_whole) == (1.0, 0, 0.6, True)
+    assert (trained.top_p, trained.top_k, trained.is_full_vocabulary) == (0.9, 5, False)
+    assert (inferred.top_p, inferred.top_k, inferred.temperature, inferred.is_full_vocabulary) == (1.0, 0, 0.6, True)
 
 
 def test_notes_warn_of_a_narrowed_distribution_and_of_options_without_effect() -> None:

@@ -282,7 +282,7 @@ ELSEWHERE = {
 
 def fault(schema: type, name: str) -> str:
     """Return the error message for an unknown option."""
-    (message,) = Vocabulary.of(schema).with_adapters().translate([WrittenOption(name, "1")]).faults
+    (message,) = Vocabulary.from_schema(schema).with_adapters().translate([WrittenOption(name, "1")]).faults
     return message
 
 

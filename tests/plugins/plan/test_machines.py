@@ -59,18 +59,18 @@ def spread(*roles: tuple[str, int, int, float], nodes: int = 2, collocated: tupl
 
 def test_all_queries_of_the_machine_return_the_assumed_ones(eight_by_two: None) -> None:
     assert detect_devices() == 8
-    assert Capacity.here(8) == Capacity(None, 80 * GB)
+    assert Capacity.of_machine(8) == Capacity(None, 80 * GB)
     assert threads_each(2) == -2  # number of their cores, which is not known
     with assuming(Machines(0)):
-        assert (detect_devices(), Capacity.here(0)) == (0, Capacity())
+        assert (detect_devices(), Capacity.of_machine(0)) == (0, Capacity())
     assert detect_devices() == 8
 
 
 def test_after_the_plan_queries_return_this_machine_again() -> None:
-    before = detect_devices(), Capacity.here(0)
+    before = detect_devices(), Capacity.of_machine(0)
     with pytest.raises(KeyError), assuming(Machines(7)):
         raise KeyError
-    assert (detect_devices(), Capacity.here(0), assumed()) == (*before, None)
+    assert (detect_devices(), Capacity.of_machine(0), assumed()) == (*before, None)
 
 
 def test_a_spread_role_has_one_part_per_node() -> None:

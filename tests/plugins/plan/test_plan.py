@@ -144,11 +144,11 @@ def gpus(path: Path, monkeypatch: pytest.MonkeyPatch, *mebibytes: int) -> None:
 def test_machines_of_a_cluster_are_assumed_to_be_like_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     gpus(tmp_path, monkeypatch, 8192)
-    here = Capacity.here(1)
+    here = Capacity.of_machine(1)
     assert ((here.machine or 0) > GB, here.device, here.is_guess) == (True, 8 * 2**30, False)
-    assert Capacity.here(1, nodes=2) == replace(here, is_guess=True)
+    assert Capacity.of_machine(1, nodes=2) == replace(here, is_guess=True)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert Capacity.here(1) == replace(here, is_guess=True)
+    assert Capacity.of_machine(1) == replace(here, is_guess=True)
 
 
 def test_a_small_gpu_is_refused_and_unknown_host_memory_only_gets_a_verdict() -> None:
@@ -172,10 +172,10 @@ def test_memory_of_different_gpus_is_known_only_for_unambiguous_names(
     gpus(tmp_path, monkeypatch, 8192, 2048)
     # the fastest GPU in CUDA's order, the first on the bus in nvidia-smi's order
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert Capacity.here(1).device is None
+    assert Capacity.of_machine(1).device is None
     for name, value in (("CUDA_VISIBLE_DEVICES", "GPU-1a2b"), ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")):
         monkeypatch.setenv(name, value)
-        assert Capacity.here(1).device == 8 * 2**30
+        assert Capacity.of_machine(1).device == 8 * 2**30
     gpu_bytes.cache_clear()
 
 

@@ -93,7 +93,7 @@ def test_phases_of_another_thread_are_shown_but_not_summed(fake_time: FakeTime) 
 
     def generate() -> None:
         fake_time.pass_in(clock.phase("generate"), 4.0)
-        handed_over.append(clock.hand_over())
+        handed_over.append(clock.take_phases())
 
     thread = threading.Thread(target=generate)
     thread.start()
