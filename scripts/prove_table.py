@@ -17,7 +17,7 @@ MEAN_END = {"openrlhf_ppo": 0.75, "grpo": 0.8, "reinforce_pp": 0.75, "multi_turn
 Scores are exact matches on held-out examples, or won games, sampled at temperature 1: shares between 0 and 1.
 """
 BELOW = 0.03
-"""Maximum distance of the lowest seed below the minimum of the mean."""
+"""Maximum amount by which the final score of a single seed may be below MEAN_END."""
 MEAN_RISE = {"openrlhf_ppo": 0.4, "grpo": 0.4, "reinforce_pp": 0.4, "multi_turn": 0.25, "verl_ppo": 0.4}
 """Recipe -> minimum of the improvement of the score, averaged over the seeds."""
 STILL = 0.002

@@ -59,7 +59,7 @@ def _with_parsed_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     copy = dict(message)
     calls = copy.get("tool_calls")
     if calls is None and isinstance(copy.get("function_call"), Mapping):
-        calls = [copy.pop("function_call")]  # OpenAI's form before there were several calls
+        calls = [copy.pop("function_call")]  # the older field of OpenAI's API, for a single call
         copy["tool_calls"] = calls
     if not calls:
         return copy

@@ -124,7 +124,9 @@ class Search:
         """Return the possible values of each option."""
         train = self.plan.config.train
         # fsdp shards everything between optimizer steps, so it has no stage 1.
-        stages = [2, 3] if train.engine == "fsdp" else [1, 2, 3]
+        stages = [1, 2, 3]
+        if train.engine == "fsdp":
+            stages = [2, 3]
         size = model_size(self.trained.path)
         assert size is not None
         stored_tokens = TOKENS[-1]

@@ -168,19 +168,23 @@ def _placement(flags: Computed) -> None:
         flags.put("placement.rollout_engines", None)
         flags.put("rollout.engine", "hf")
         flags.put("rollout.tensor_parallel", 1)
-        flags.notes.append("vllm_num_engines=0: transformers generates (rollout_engine=hf), an engine on one device")
+        flags.notes.append(
+            "vllm_num_engines=0: transformers generates responses (rollout_engine=hf), with one device per engine"
+        )
     overlaps = flags.option("asynchronous.enabled", False)
     colocates = flags.get("colocate_all_models", "train.colocate_all", default=False)
     if colocates and overlaps:
         flags.put("placement.colocate_models", True)
-        flags.notes.append("while responses are generated ahead, colocate_all_models is for all but the engines")
+        flags.notes.append(
+            "with asynchronous generation, colocate_all_models applies to all models but not to the engines"
+        )
     elif colocates:
         flags.put("placement.colocate", True)
     engines_sleep = ("vllm_enable_sleep", "vllm.enable_sleep")
     if flags.get(*engines_sleep) and overlaps and colocates:
         flags.faults.append(
-            f"async_train with {flags.name(*engines_sleep)}: engines that generate ahead of training cannot sleep "
-            "while it runs (the hybrid engine); leave one of them out"
+            f"async_train with {flags.name(*engines_sleep)}: with asynchronous generation the engines work during "
+            "training, so they cannot sleep (the hybrid engine); unset one of the two"
         )
     elif flags.get(*engines_sleep) and (overlaps or not colocates):
         flags.idle("the engines share no devices", *engines_sleep)
@@ -204,7 +208,7 @@ def _asynchronous(flags: Computed) -> None:
     partial = ("partial_rollout", "train.partial_rollout_enable")
     ahead = ("vllm_generate_batch_size", "rollout.vllm_generate_batch_size")
     if filters:
-        why = "with dynamic_filtering new weights wait until responses are done"
+        why = "with dynamic_filtering new weights are loaded after the running responses have ended"
         flags.idle(why, *(name for name in partial if flags.get(name)), *ahead)
         return
     if flags.name(*partial):

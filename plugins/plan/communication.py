@@ -75,7 +75,7 @@ def _gathered(size: ModelSize, config: TrainConfig, ranks: int, passes: int) -> 
     if config.stage < 3:
         return width * (in_layers + rest)
     # fsdp keeps the parameters outside of layers between the forward and the backward pass.
-    gathers_of_rest = 1 if config.engine == "fsdp" else 2
+    gathers_of_rest = {"fsdp": 1}.get(config.engine, 2)
     return width * passes * (2 * in_layers + gathers_of_rest * rest)
 
 
@@ -87,5 +87,5 @@ def _reduced(size: ModelSize, config: TrainConfig, ranks: int, passes: int, trai
     count = _share(trained - shared, ranks) + _share(shared // config.expert, ranks // config.expert)
     if config.engine == "fsdp":
         # fsdp reduces gradients in float32.
-        return 4 * count * (passes if config.stage == 3 else 1)
+        return 4 * count * {3: passes}.get(config.stage, 1)
     return weight_width(config.precision) * count * {0: 2, 1: 1}.get(config.stage, passes)

@@ -234,7 +234,7 @@ def training(
     trained = _trained(size, config)
     if size is None or trained is None:
         return MemoryEstimate(weights=None, gradients=None, optimizer=None, passes=None, base=base, sleeps=sleeps)
-    engine_type = _FSDPMemory if config.engine == "fsdp" else _DeepSpeedMemory
+    engine_type = {"fsdp": _FSDPMemory}.get(config.engine, _DeepSpeedMemory)
     engine = engine_type(size, config, ranks, trained, several, gpu)
     if config.tensor > 1:
         # Each rank holds a smaller model, and fewer ranks shard it.

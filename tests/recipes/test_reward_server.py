@@ -230,7 +230,7 @@ def test_requests_in_progress_are_answered_at_shutdown(folder: Path, expected: d
         client.putheader("Content-Length", str(len(body)))
         client.putheader("Expect", "100-continue")
         client.endheaders()
-        # The server sends this when it begins to read the body, at the moment when no further client is admitted.
+        # The server sends this line when it begins to read the body. From then on it admits no further client.
         go_on = b"HTTP/1.1 100 Continue\r\n\r\n"
         assert client.sock.recv(len(go_on), socket.MSG_WAITALL) == go_on
         server.process.send_signal(signal.SIGTERM)

@@ -384,7 +384,7 @@ def disk_fault(error: Exception, folder: Path) -> str | None:
         # A file elsewhere, such as a temporary one, is named: the message would else blame the disk of the checkpoints.
         if error.filename is not None and not Path(str(error.filename)).is_relative_to(folder):
             reason += f": {error.filename}"
-    # Errors of safetensors and of ranks in other processes arrive as text, which still holds the number.
+    # Errors of safetensors and of ranks in other processes have no errno attribute. Their text contains the number.
     elif (number := system_error_number(reason)) is not None:
         code = number
         reason = os.strerror(code)

@@ -261,7 +261,7 @@ class Config:
     betas: tuple[float, float] = (0.9, 0.95)
 
 
-def test_only_keys_and_tokens_are_hidden_by_name() -> None:
+def test_only_values_of_keys_and_tokens_are_hidden() -> None:
     assert redact(Config()) == {
         "use_wandb": "***",
         "wandb": {"key": "***", "project": "p"},
