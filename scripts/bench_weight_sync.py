@@ -64,7 +64,7 @@ def model_weights(size: str) -> dict[str, Tensor]:
 
 
 def publish(orders: Connection, size: str, directories: dict[str, str]) -> None:
-    """Entry point of the publishing process. For each request it publishes a version, and sends back the handle and the cost."""
+    """Entry point of the publishing process. For each request it publishes a version, and returns handle and cost."""
     weights = model_weights(size)
     publishers = {
         transport: WeightPublisher(Path(place) / f"weights-{transport}", serve=transport == "tcp")
