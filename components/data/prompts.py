@@ -204,24 +204,6 @@ class PromptSource:
         """Describe `first()` in one line."""
         return f"first prompt {described(*self.first(), limit)}"
 
-    def check_savable(self) -> None:
-        """Check that batches with these labels can be saved, as needed for the queue of batches in a checkpoint.
-
-        Raises:
-            ValueError: they cannot be saved.
-        """
-        from components.batch import Batch
-
-        # The first row stands for all, because a check of every row would take long for large data.
-        first = {name: [self.rows[0][name]] for name in ("label", "extra_info") if name in self.rows[0]}
-        try:
-            Batch.from_rows({"tokens": [[0]]}, objects=first).to_table()
-        except ValueError as error:
-            raise ValueError(
-                f"batches are generated ahead, and a checkpoint cannot hold their labels or columns ({error}); make "
-                "these text, numbers, lists or objects of these, or train without asynchronous.enabled (async_train)"
-            ) from error
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state from which `load_state_dict` continues with the next prompt."""
         position = self.taken - self.epoch * len(self)

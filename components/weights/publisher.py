@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -202,7 +202,7 @@ def digested(tensors: Iterable[tuple[str, Tensor]], digests: TensorDigests) -> I
 
 def weight_shapes(handle: WeightHandle) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight of a version by name. The weights themselves are not read."""
-    opened = _open(handle, table_only=True)
+    opened = open_handle(handle, table_only=True)
     tables = opened.tables if isinstance(opened, RemoteVersion) else [pieces for pieces, _ in opened.buckets]
     return {piece.name: piece.shape for piece in chain(*tables)}
 
@@ -213,7 +213,7 @@ def read_digests(handle: WeightHandle) -> dict[str, str]:
     Raises:
         ValueError: the version was published without digests.
     """
-    digests = _open(handle, table_only=True).digests
+    digests = open_handle(handle, table_only=True).digests
     if digests is None:
         raise ValueError(f"version {handle.version} has no digests; publish it with_digests=True")
     return digests
@@ -248,7 +248,7 @@ def read_folder(handle: WeightHandle, timeout_seconds: float, *, writable: bool)
     """Yield the weights of a published version. They are mapped into memory if the folder is on this machine, and
     fetched from the publisher over the network otherwise. See `read_weights`.
     """
-    opened = _open(handle, False, timeout_seconds, writable)
+    opened = open_handle(handle, False, timeout_seconds, writable)
     if isinstance(opened, RemoteVersion):
         yield from opened.tensors
         return
@@ -256,36 +256,20 @@ def read_folder(handle: WeightHandle, timeout_seconds: float, *, writable: bool)
         yield from pieces_of(flat, pieces)
 
 
-@contextlib.contextmanager
-def nearby(handle: WeightHandle, directory: Path, readers: int) -> Iterator[WeightHandle]:
-    """Context manager that provides a copy of a version on this machine, so that several readers of the whole version,
-    such as the parts of one engine, transfer it over the network once.
-
-    Args:
-        handle: handle of the version. It is returned unchanged for a single reader, and if the version is on this
-            machine.
-        directory: directory that only the caller uses, usually below /dev/shm. It is removed at the end.
-        readers: number of readers.
-    """
-    opened = _open(handle, False) if readers > 1 else None
-    if not isinstance(opened, RemoteVersion):
-        yield handle
-        return
-    # A predecessor that was killed during a transfer has left files here, which would count as used space.
-    shutil.rmtree(directory, ignore_errors=True)
-    writer = VersionWriter([directory], f"weights-{handle.version:08d}", bucket_bytes=2**28, headroom_bytes=2**24)
-    try:
-        for name, tensor in opened.tensors:
-            writer.write(name, tensor)
-        written = writer.finish(prove(handle.token, "folder"), opened.digests)
-        yield replace(handle, path=str(written.folder), address=None)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _open(
+def open_handle(
     handle: WeightHandle, table_only: bool, timeout_seconds: float = 60.0, writable: bool = False
 ) -> OpenVersion | RemoteVersion:
+    """Open a version on this machine, or fetch it from its publisher.
+
+    Args:
+        handle: handle of the version.
+        table_only: fetch names, dtypes, shapes and digests without the weights.
+        timeout_seconds: timeout of the publisher's response.
+        writable: map the version so that its tensors can be written to.
+
+    Raises:
+        FileNotFoundError: the version has been unlinked, or cannot be reached from this machine.
+    """
     for path in filter(None, (handle.path, handle.fallback_path)):
         # The proof of the token rejects a folder of the same path that another run or machine has written.
         local_version = open_version(Path(path), prove(handle.token, "folder"), writable=writable)

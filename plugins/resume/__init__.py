@@ -3,6 +3,8 @@
 PROVIDES = {
     "checkpoint reader": {
         "command": "continuation:continued_run",
+        "prompts": "commands:check_prompts",
+        "examples": "commands:check_examples",
         "run": "run_state:load_run",
         "engine": "engine_state:load_state",
         "find": "checkpoints:find_checkpoint",

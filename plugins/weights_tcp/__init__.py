@@ -1,3 +1,3 @@
 """Transport of weights over TCP to engines on other machines. A run with placement.nodes > 1 loads it."""
 
-PROVIDES = {"weight transport": {"tcp": "transport:TCPTransport"}}
+PROVIDES = {"weight transport": {"tcp": "transport:TCPTransport"}, "nearby copy": {"tcp": "nearby:nearby"}}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 from components.process.streams import accept_any_text
 from components.registry import find, load
@@ -43,6 +43,8 @@ class Command(ABC, Generic[C]):
 
     is_adapted: bool = False
     """True if the recipe accepts complete commands of another system. Presets for GPUs do not apply to them."""
+    DATA: ClassVar[str]
+    """Data that a run is trained on, "prompts" or "examples". The plug-in `resume` checks a continued run by it."""
 
     def __init__(self, schema: type[C], folder: Path, build_job: Callable[[C], Job]) -> None:
         """
@@ -73,18 +75,6 @@ class Command(ABC, Generic[C]):
     def models(self, config: C) -> dict[str, str]:  # noqa: ARG002 - for a subclass
         """Return the paths of the models that a run reads, by option."""
         return {}
-
-    @abstractmethod
-    def check_continued(self, plan: Plan, continued: Any) -> None:
-        """Check that the run can resume from a checkpoint, before anything is written.
-
-        Args:
-            plan: plan of the run.
-            continued: the checkpoint, as the `Continued` of the plug-in `resume`.
-
-        Raises:
-            ValueError: it cannot. The message says what to set.
-        """
 
     @abstractmethod
     def ready(self, config: C) -> C:
@@ -192,7 +182,7 @@ class Command(ABC, Generic[C]):
             config = plan.config
             continued = _continued_run(config, plan.recipe)
             if continued is not None:
-                self.check_continued(plan, continued)
+                load("checkpoint reader", self.DATA, f"run_dir={config.run_dir}")(self, plan, continued)
             observers = open_observers(plan.recipe, config, role_sizes(plan.job))
             # Only now is the folder created, so that a refused command leaves no empty run behind.
             run_dir = open_run_folder(config.run_dir, config.resume)

@@ -11,7 +11,7 @@ from components.models.size import model_size
 from core import Job, JobBuilder, RLJobBuilder, Role
 from core.placement import detect_devices
 from training.launch.command import Command
-from training.launch.inputs import CHECKED_ROWS, check_prompts, data_tokenizer, resolved
+from training.launch.inputs import check_prompts, resolved
 from training.launch.launch import STOP_GRACE_S, threads_each
 from training.launch.model_use import ModelUse
 from training.launch.plan import Plan, attention_notes
@@ -22,7 +22,6 @@ from training.options.model_options import ModelOptions
 from training.options.rl_options import RLOptions
 from training.options.schema import ConfigError
 from training.run.prompts import describe_prompts
-from training.run.strategies import GROUPS
 
 C = TypeVar("C", bound=RLOptions)
 
@@ -104,6 +103,8 @@ def frozen_role(
 
 class PolicyCommand(Command[C]):
     """The command of a recipe that trains a policy on its own rollouts."""
+
+    DATA = "prompts"
 
     def read_resolved(self, arguments: list[str]) -> C:
         """Return the requested configuration with all automatic values resolved."""
@@ -216,30 +217,6 @@ class PolicyCommand(Command[C]):
     def exported(self, config: C) -> ModelOptions:
         """See `Command.exported`."""
         return config.model
-
-    def check_continued(self, plan: Plan, continued: Any) -> None:
-        """See `Command.check_continued`."""
-        config = plan.config
-        saved = continued.state.get("prompts")
-        if not saved:
-            raise continued.no_state_of("prompts")
-        continued.check_seed(config, saved)
-        # With overrides the shapes of the model differ from those of the config.json that the check reads.
-        if not config.model.config_overrides:
-            continued.check_trained_model(config.model.path, "model.path", config.train.lora_rank)
-        if Role.CRITIC in plan.job.roles and not (continued.folder / "state" / "critic").is_dir():
-            raise continued.no_state_of("the critic")
-        # Only a run with partial rollouts can continue unfinished responses. Another one would drop their prompts.
-        waiting = (continued.state.get(GROUPS) or {}).get("steps", ())
-        if waiting and not config.asynchronous.partial_rollout:
-            raise continued.unfinished_groups(len(waiting))
-        rows = self.rows(config)
-        if len(rows) > CHECKED_ROWS and not continued.has_changed("data.", "model."):
-            return  # the trainer compares them later; a pass over all of them here would delay the start
-        try:
-            config.data.source(rows, data_tokenizer(config.model), config.seed).load_state_dict(saved)
-        except ValueError as error:
-            raise continued.other_data(f"data.path={config.data.path}", error) from error
 
     def ready(self, config: C) -> C:
         """See `Command.ready`. The model of the demonstration is created if it does not exist."""

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from components.data.sources import DEFAULT_ROWS, is_drawn
 from components.models.size import model_size
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound=SupervisedOptions)
 
-FEW_BYTES = 32 * 2**20
-"""Maximum size of data files that are compared with those of a checkpoint before each start. Larger ones are compared
-only if an option of the data has changed."""
 FIRST_ROWS = 100
 """Number of rows of a generated task that are drawn before anything starts."""
 ENCODED_ROWS = 1_000
@@ -60,6 +56,8 @@ def supervised_job(config: SupervisedOptions, *, trainer: str, model: str, role:
 
 class SupervisedCommand(Command[C]):
     """The command of a recipe that trains one model on a fixed dataset."""
+
+    DATA = "examples"
 
     def plan(self, requested: C, line: CommandLine[C]) -> Plan:
         """See `Command.plan`."""
@@ -181,32 +179,6 @@ class SupervisedCommand(Command[C]):
         """See `Command.exported`."""
         return config.model if "model.path" in config.models else None
 
-    def check_continued(self, plan: Plan, continued: Any) -> None:
-        """See `Command.check_continued`."""
-        config = plan.config
-        saved = continued.state.get("data")
-        if not saved:
-            raise continued.no_state_of(config.EXAMPLES)
-        continued.check_seed(config, saved)
-        if (batch_size := saved.get("batch_size", config.train.batch_size)) != config.train.batch_size:
-            raise ConfigError(
-                f"train.batch_size={config.train.batch_size}, but {continued.folder} was written with "
-                f"train.batch_size={batch_size}; set train.batch_size={batch_size} to resume, or name another run_dir"
-            )
-        if not config.model.config_overrides:
-            continued.check_trained_model(config.model.path, "model.path", config.train.lora_rank)
-        if not _are_few(config) and not continued.has_changed("data.", "evaluation.", "model."):
-            return  # the trainer compares them later; a pass over all of them here would delay the start
-        from training.run.epochs import Epochs
-
-        # A model of the demonstration is created in a temporary folder, so that a refused run leaves no files.
-        with TemporaryDirectory() as scratch:
-            train = self.training_data(config, scratch).train
-        try:
-            Epochs.of(config, train).load_state_dict(saved)
-        except ValueError as error:
-            raise continued.other_data(f"data.path={config.data.path}", error) from error
-
     @abstractmethod
     def training_data(self, config: C, scratch: str) -> TrainingData:
         """Return the tokenized examples, as for the trainer.
@@ -234,12 +206,6 @@ class SupervisedCommand(Command[C]):
             group, _, name = option.partition(".")
             config = replace(config, **{group: replace(getattr(config, group), **{name: resolve_model(path)})})
         return config
-
-
-def _are_few(config: SupervisedOptions) -> bool:
-    """Return True if the examples are generated, or in files that are read in a second or two."""
-    files = [Path(source.name) for source in config.sources if not is_drawn(source.name)]
-    return all(file.is_file() for file in files) and sum(file.stat().st_size for file in files) <= FEW_BYTES
 
 
 def arithmetic(config: SupervisedOptions, count: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,7 +13,8 @@ from components.generate.opening import open_rollout_engine
 from components.generate.sampler import Collected, GroupSampler, Sampler
 from components.models.device import is_engine_dead
 from components.registry import find, load
-from components.weights.publisher import WeightHandle, nearby
+from components.weights.choice import TRANSPORT
+from components.weights.publisher import WeightHandle
 from components.weights.timing import SyncTimer
 from core import BaseWorkload, rpc, trainer_invocation
 from training import remote_call
@@ -57,12 +59,12 @@ class SamplingWorker(BaseWorkload):
             self.sampler.wake(for_weights=True)
         self.received = handle
         parts = self.config.rollout.tensor_parallel
-        # Per rank: two engines of one machine would else write to the same files.
-        arriving = nearby(
-            replace(handle, reader=1 + self.rank * parts),
-            self.shared_dir / f"arriving-{self.rank}",
-            readers=1 if handle.is_sent or self._has_received else parts,
-        )
+        addressed = replace(handle, reader=1 + self.rank * parts)
+        arriving: AbstractContextManager[WeightHandle] = nullcontext(addressed)
+        if parts > 1 and handle.address is not None and not (handle.is_sent or self._has_received):
+            copy = load("nearby copy", TRANSPORT, "placement.nodes")
+            # Per rank: two engines of one machine would else write to the same files.
+            arriving = copy(addressed, self.shared_dir / f"arriving-{self.rank}")
         try:
             with timer.measure("load"), arriving as local_handle:
                 self.sampler.receive(local_handle, verify=self.config.rollout.verify_weight_sync)

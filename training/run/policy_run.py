@@ -355,7 +355,8 @@ class PolicyRun(Run[Batch]):
     def _open(self, parts: Mapping[str, Stateful]) -> None:
         """Open the queue of rollouts, resume from a checkpoint, and load the model of every role."""
         if self.config.asynchronous.ahead:
-            self.prompts.check_savable()  # a checkpoint holds all columns of the batches generated ahead
+            # A checkpoint holds all columns of the batches generated ahead.
+            load("rollout queue", "savable", "asynchronous.enabled=true")(self.prompts)
         stream = open_queue(
             self._fill_step,
             self._count_steps(),

@@ -7,6 +7,7 @@ import pytest
 
 from components.data.prompts import Overlong, PromptSource
 from plugins.demo.tiny_model import character_tokenizer
+from plugins.generation_ahead.savable import check_savable
 from tests.messages import says
 
 ROWS = [{"input": "abcdefg", "label": 0}, {"input": "ab", "label": 1}, {"input": "abcdef", "label": 2}]
@@ -57,6 +58,6 @@ def test_extra_info_of_rows_is_passed_on() -> None:
     rows = [{**ROWS[1], "extra_info": {"index": 7, "tags": ["x"]}}, ROWS[2]]
     assert source("leave_out", None, rows).take(2)["extra_info"] == [{"index": 7, "tags": ["x"]}, None]
     assert "extra_info" not in source("leave_out", None).take(1)
-    source("leave_out", None, rows).check_savable()
+    check_savable(source("leave_out", None, rows))
     with pytest.raises(ValueError, match=says("extra_info", "asynchronous.enabled")):
-        source("leave_out", None, [{**ROWS[1], "extra_info": {1, 2}}]).check_savable()
+        check_savable(source("leave_out", None, [{**ROWS[1], "extra_info": {1, 2}}]))

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from components.data.prompts import PromptSource, load_rows
 from plugins.demo.tasks import SortTask
 from plugins.demo.tiny_model import character_tokenizer
+from plugins.generation_ahead.savable import check_savable
 from tests.messages import says
 
 RECORDS = [{"question": "ab", "answer": 1, "more": 0}, {"question": "ba", "answer": 2, "more": 0}]
@@ -280,9 +281,9 @@ def test_a_prompt_that_cannot_be_rendered_raises_an_error_with_its_row() -> None
 def test_labels_that_a_checkpoint_cannot_hold_raise_an_error_at_the_start(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    PromptSource([{"input": "ab", "label": {"a": [1, "b"]}}], tokenizer, 0).check_savable()
+    check_savable(PromptSource([{"input": "ab", "label": {"a": [1, "b"]}}], tokenizer, 0))
     with pytest.raises(ValueError, match=says("labels", "asynchronous.enabled")):
-        PromptSource([{"input": "ab", "label": {"a": {1, 2}}}], tokenizer, 0).check_savable()
+        check_savable(PromptSource([{"input": "ab", "label": {"a": {1, 2}}}], tokenizer, 0))
 
 
 def test_a_column_without_a_value_in_a_row_is_none_for_reward_functions(tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from components.weights.digest import compare_digests, digest
 from components.weights.publisher import (
     WeightHandle,
     WeightPublisher,
-    nearby,
     read_digests,
     read_weights,
     weight_shapes,
 )
+from plugins.weights_tcp.nearby import nearby
 from tests.components.helpers.weight_worker import BUCKET_BYTES, NUM_WEIGHTS, large_weights
 from tests.messages import says
 
@@ -117,7 +117,7 @@ def test_the_parts_of_an_engine_get_a_version_through_the_network_once(
 ) -> None:
     handle = elsewhere(publisher.publish(1, some_weights().items(), with_digests=True))
     (tmp_path / "arriving" / "weights-00000001.partial").mkdir(parents=True)  # folder of a killed predecessor
-    with nearby(handle, tmp_path / "arriving", readers=2) as here:
+    with nearby(handle, tmp_path / "arriving") as here:
         publisher.close()  # no request is sent to it again
         first = dict(read_weights(here))
         arrived = dict(read_weights(here))
@@ -133,7 +133,7 @@ def test_a_version_on_this_machine_is_not_copied_for_the_parts_of_an_engine(
     tmp_path: Path, publisher: WeightPublisher
 ) -> None:
     handle = publisher.publish(1, some_weights().items())
-    with nearby(handle, tmp_path / "arriving", readers=2) as here:
+    with nearby(handle, tmp_path / "arriving") as here:
         assert here == handle
         assert not (tmp_path / "arriving").exists()
 
