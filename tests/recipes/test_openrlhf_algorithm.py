@@ -196,26 +196,6 @@ def test_the_correction_weights_each_token_and_gspo_starts_from_engine_logprobs(
     assert loss(step, policy_loss="gspo", **on) == loss(swapped, policy_loss="gspo")
 
 
-@pytest.mark.parametrize(
-    ("options", "weights"),
-    [
-        # p / q of the tokens of the four responses: 1 | 4 4 | 1/4 4 | 8 1 1. The geometric means are 1, 4, 1, 2.
-        ({}, [1, 2, 2, 0.5, 2, 2, 1, 1]),
-        ({"correction": "icepop"}, [1, 0, 0, 0, 0, 0, 1, 1]),
-        ({"correction": "seq-mask-tis"}, [1, 0, 0, 0.5, 2, 2, 1, 1]),
-        ({"correction": "seq-mask"}, [1, 0, 0, 0.25, 4, 8, 1, 1]),
-    ],
-)
-def test_the_correction_reweights_tokens_by_the_ratio_of_trainer_and_engine(
-    options: dict[str, Any], weights: list[float]
-) -> None:
-    gap = torch.tensor([0, 1, 0, 4, 4, 0, 0.25, 4, 0, 8, 1, 1]).clamp(min=1e-3).log()
-    batch = responses().with_tokens(logprob=gap - 9, rollout_logprob=torch.full((12,), -9.0))
-    settings = config(**({"correction": "tis", "correction_range": (0.5, 2.0)} | options))
-    experience = add_advantages(batch, settings, 0.0)
-    assert experience["correction"][batch["action_mask"]].tolist() == pytest.approx(weights, abs=1e-5)
-
-
 # d is 1/2 at the only token of the first of four responses. k2 is 1/8 there.
 @pytest.mark.parametrize(("estimator", "kl"), [("k1", 0.125), ("k2", 0.03125)])
 def test_the_adaptive_kl_coefficient_in_the_reward_follows_the_mean_over_responses(estimator: str, kl: float) -> None:

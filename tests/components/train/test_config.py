@@ -1,4 +1,4 @@
-"""Autocast and sleep on both engines, with one process and with two ranks."""
+"""Autocast on both engines, and plug-ins that options need."""
 
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,7 @@ import torch
 from components import registry
 from components.train.config import TrainConfig
 from tests.components.helpers import option_cases as options
-from tests.components.helpers.option_runs import Runs, same_bits
-from tests.components.helpers.ranks import NIGHTLY_ON_TWO
+from tests.components.helpers.option_runs import Runs
 from tests.messages import says
 
 
@@ -37,33 +36,6 @@ def test_autocast_affects_only_passes(runs: Runs, case: str) -> None:
 
 
 PRECISIONS = ("bf16_autocast", "fp32")
-
-
-@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
-@pytest.mark.parametrize("case", options.ASLEEP | options.COUNTED)
-def test_a_sleeping_engine_leaves_no_tensor_on_the_device(runs: Runs, world_size: int, case: str) -> None:
-    for rank in runs.asleep(world_size):
-        record = rank[f"{case}-asleep"]
-        # Weights and two moments, in float32 at least.
-        size = sum(tensor.nbytes for tensor in runs.asleep(1)[0][f"{case}-True"]["masters"].values())
-        assert record["bytes"] >= 3 * size / world_size * (1 if case != "zero-0" else world_size)
-        assert record["left"] == 0
-
-
-@pytest.mark.parametrize("world_size", NIGHTLY_ON_TWO)
-@pytest.mark.parametrize("case", options.ASLEEP)
-def test_an_engine_is_bit_equal_after_sleep_and_rejects_calls_while_asleep(
-    runs: Runs, world_size: int, case: str
-) -> None:
-    for rank in runs.asleep(world_size):
-        record = rank[f"{case}-asleep"]
-        assert record["freed"] == 0
-        assert len(record["messages"]) == 6
-        assert all("wake()" in message for message in record["messages"])
-        slept, awake = rank[f"{case}-True"], rank[f"{case}-False"]
-        assert slept["metrics"] == awake["metrics"]
-        assert same_bits(slept["masters"], awake["masters"])
-        assert same_bits(slept["weights"], awake["weights"])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Output of a run without a live view, and output that is kept off the terminal."""
+"""Output of a run without a live view."""
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from plugins.driver_log.driver_log import driver_log
 from tests.training.terminal.run_events import call, step
 from training.terminal.terminal import Terminal
 from training.tracking import AlarmEvent, StepEvent
@@ -26,35 +24,6 @@ def start(arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.training.terminal.terminal_roles", *arguments], env=environment, **options
     )
-
-
-# --- what is not for the screen
-
-
-def test_file_descriptors_are_restored_after_success_and_errors(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    said: list[str] = []
-    with pytest.raises(KeyboardInterrupt), driver_log(tmp_path / "logs" / "driver.log", said.append, (1, 2)):
-        os.write(1, b"to the log\n")
-        os.write(2, b"this too\n")
-        logging.getLogger("tests").warning("of %s own", "our")
-        raise KeyboardInterrupt
-    os.write(1, b"out\n")
-    os.write(2, b"err\n")
-    assert capfd.readouterr() == ("out\n", "err\n")
-    log = (tmp_path / "logs" / "driver.log").read_text()
-    assert log.startswith("to the log\nthis too\n")
-    assert said == ["warning: of our own"]
-
-
-def test_output_stays_on_the_terminal_if_the_log_cannot_be_written(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "logs").write_text("a file")
-    with driver_log(tmp_path / "logs" / "driver.log", print, (2,)):
-        os.write(2, b"err\n")
-    assert capfd.readouterr().err.endswith("err\n")
 
 
 def test_a_closed_pipe_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,15 +75,3 @@ def test_output_to_a_pipe_has_one_line_per_step_and_no_cursor_codes(tmp_path: Pa
         *(f"step={number} reward/score={number / 4:.4g} timing_s/step=0.5" for number in (1, 2, 3)),
     ]
     assert "dull" in (tmp_path / "logs" / "driver.log").read_text()
-
-
-def test_a_full_disk_for_the_driver_log_gives_one_line_and_hides_no_error(capfd: pytest.CaptureFixture[str]) -> None:
-    said: list[str] = []
-    with pytest.raises(RuntimeError, match="the reason"), driver_log(Path("/dev/full"), said.append, (2,)):
-        for number in range(3):
-            logging.getLogger("project").warning("warning %d", number)
-        raise RuntimeError("the reason")
-    assert [line for line in said if "warning: warning" not in line] == [
-        "warning: 3 warnings could not be written to /dev/full (No space left on device)"
-    ]
-    assert "Traceback" not in capfd.readouterr().err
