@@ -1,6 +1,5 @@
 """Tests of the tutorials: their files are written and run."""
 
-import json
 import os
 import re
 import subprocess
@@ -47,12 +46,3 @@ def test_the_code_of_the_page_on_batch_runs(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", text_of("docs/batch.md"), re.DOTALL)
     printed = run_python(["-c", code], tmp_path).splitlines()
     assert printed[0].startswith("Batch(3 sequences, 9 tokens:")
-
-
-def test_the_row_of_the_data_tutorial_has_the_columns_that_its_commands_name() -> None:
-    text = text_of("docs/own_data.md")
-    (row,) = re.findall(r"```json\n(.*?)```", text, re.DOTALL)
-    commands = "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL))
-    named = set(re.findall(r"data\.(?:prompt|label)_key=(\w+)", commands))
-    assert named == {"question", "answer"}
-    assert named <= json.loads(row).keys()

@@ -15,48 +15,12 @@ from tests.docs_pages import ROOT, options_of_shell, text_of
 
 WORKFLOW: dict[Any, Any] = yaml.safe_load(text_of(".github/workflows/tests.yml"))
 JOBS: dict[str, dict[str, Any]] = WORKFLOW["jobs"]
-EVENTS: dict[str, Any] = WORKFLOW[True]
-"""YAML 1.1 parses the key `on` as True. The code host reads it as a string."""
 PROJECT = tomllib.loads(text_of("pyproject.toml"))["project"]
 
 
 def commands_of(job: str) -> list[str]:
     """Return the commands of the steps of a job."""
     return [step["run"] for step in JOBS[job]["steps"] if "run" in step]
-
-
-def pythons_of(job: str) -> list[str]:
-    """Return the versions of Python that the job sets up."""
-    (version,) = [
-        step["with"]["python-version"] for step in JOBS[job]["steps"] if "python-version" in step.get("with", {})
-    ]
-    return JOBS[job]["strategy"]["matrix"]["python"] if version == "${{ matrix.python }}" else [version]
-
-
-def supported() -> list[str]:
-    """Return the versions of Python in the project's classifiers."""
-    return re.findall(r"Python :: (\d\.\d+)", "\n".join(PROJECT["classifiers"]))
-
-
-def test_each_tier_has_a_job_with_a_trigger() -> None:
-    assert set(EVENTS) == {"push", "pull_request", "schedule", "workflow_dispatch"}
-    started = {job: re.findall(r"github\.event_name == '(\w+)'", JOBS[job]["if"]) for job in JOBS}
-    assert started == {
-        "default": ["push", "pull_request"],
-        "full": ["push", "pull_request"],
-        "nightly": ["schedule", "workflow_dispatch"],
-    }
-    assert commands_of("default")[-1] == "bash scripts/test.sh"
-    assert commands_of("full")[-1] == "bash .ci/run"
-    assert commands_of("nightly")[-2:] == ["bash scripts/test.sh --nightly", "bash scripts/oracle.sh"]
-    assert "bash scripts/test.sh --full" in text_of(".ci/run")
-
-
-def test_the_default_tier_runs_on_every_supported_python_and_other_tiers_on_the_first() -> None:
-    assert supported() == ["3.11", "3.12"]
-    assert PROJECT["requires-python"] == ">=3.11,<3.13"
-    assert pythons_of("default") == supported()
-    assert pythons_of("full") == pythons_of("nightly") == supported()[:1]
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -76,16 +40,6 @@ def test_scripts_options_and_extras_of_job_commands_exist(job: str) -> None:
             assert set(extras) <= set(PROJECT["optional-dependencies"])
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_jobs_have_read_permission_a_timeout_and_pinned_actions(job: str) -> None:
-    assert WORKFLOW["permissions"] == {"contents": "read"}
-    assert "permissions" not in JOBS[job]
-    assert 0 < JOBS[job]["timeout-minutes"] <= 360  # the variable that the code host sets
-    actions = [step["uses"] for step in JOBS[job]["steps"] if "uses" in step]
-    assert [action.partition("@")[0] for action in actions] == ["actions/checkout", "actions/setup-python"]
-    assert all(re.fullmatch(r"[\w/-]+@v\d+", action) for action in actions)
-
-
 def test_the_files_of_the_package_cache_key_exist() -> None:
     for job in JOBS.values():
         (setup,) = [step["with"] for step in job["steps"] if "cache" in step.get("with", {})]
@@ -94,26 +48,9 @@ def test_the_files_of_the_package_cache_key_exist() -> None:
             assert (ROOT / name).is_file()
 
 
-def test_a_newer_commit_cancels_older_tests_but_not_nightly_runs() -> None:
-    assert WORKFLOW["concurrency"]["cancel-in-progress"] is True
-    assert "github.ref" in WORKFLOW["concurrency"]["group"]
-    assert "github.event_name" in WORKFLOW["concurrency"]["group"]
-
-
 RELEASE: dict[Any, Any] = yaml.safe_load(text_of(".github/workflows/release.yml"))
 (BUILD,) = RELEASE["jobs"].values()
 FORMS = sorted(path.name for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*_*.yml"))
-
-
-def test_a_version_tag_builds_wheel_and_site_without_publishing() -> None:
-    assert RELEASE[True]["push"] == {"tags": ["v*"]}
-    assert RELEASE["permissions"] == {"contents": "read"}
-    assert "permissions" not in BUILD
-    assert 0 < BUILD["timeout-minutes"] <= 120
-    actions = [step["uses"] for step in BUILD["steps"] if "uses" in step]
-    assert all(re.fullmatch(r"actions/[\w-]+@v\d+", action) for action in actions)
-    uploaded = [step["with"]["path"] for step in BUILD["steps"] if "upload-artifact" in step.get("uses", "")]
-    assert uploaded == ["dist/troupe-*", "site"]
 
 
 def test_the_commands_of_a_release_name_files_and_modules_that_exist() -> None:
@@ -125,14 +62,6 @@ def test_the_commands_of_a_release_name_files_and_modules_that_exist() -> None:
     assert site is not None
     assert site[1] in commands
     assert "uv" in PROJECT["optional-dependencies"]["dev"]
-
-
-def test_dependabot_reads_the_files_that_hold_versions() -> None:
-    updates = yaml.safe_load(text_of(".github/dependabot.yml"))["updates"]
-    assert {(entry["package-ecosystem"], entry["directory"]) for entry in updates} == {
-        ("pip", "/"),
-        ("github-actions", "/"),
-    }
 
 
 def test_pre_commit_hooks_are_the_checks_of_ci_and_a_file_size_limit() -> None:
@@ -148,10 +77,6 @@ def test_pre_commit_hooks_are_the_checks_of_ci_and_a_file_size_limit() -> None:
     assert [
         name for name in tracked if name and (ROOT / name).is_file() and (ROOT / name).stat().st_size > limit * 1024
     ] == []
-
-
-def test_issue_forms_exist_for_bugs_features_and_algorithm_questions() -> None:
-    assert FORMS == ["algorithm_question.yml", "bug_report.yml", "feature_request.yml"]
 
 
 @pytest.mark.parametrize("name", FORMS)
