@@ -1,6 +1,6 @@
 """Import a tree without one of its plug-ins, and plan runs in it.
 
-Usage (inside the tree): python deleted.py < {"plans": {"<name>": ["<recipe>", "<option>", ...]}}
+Usage (inside the tree): python deleted.py < {"flag": "--dry_run", "plans": {"<name>": ["<recipe>", "<option>", ...]}}
 
 It prints as JSON the modules that cannot be imported, with the reason, and the exit code and error of each plan.
 """
@@ -38,19 +38,20 @@ def import_fault(name: str) -> str:
     return ""
 
 
-def plan(recipe: str, options: list[str]) -> tuple[int, str]:
-    """Return the exit code and the error of a dry run."""
+def plan(recipe: str, flag: str, options: list[str]) -> tuple[int, str]:
+    """Return the exit code and the error of a command that plans a run, because of a flag, and ends."""
     out = io.StringIO()
     err = io.StringIO()
     main: Any = importlib.import_module(f"recipes.{recipe}.main").main
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(["--dry_run", *options])
+        code = main([flag, *options])
     return code, err.getvalue()
 
 
 if __name__ == "__main__":
-    plans: dict[str, list[str]] = json.load(sys.stdin)["plans"]
+    request = json.load(sys.stdin)
+    plans: dict[str, list[str]] = request["plans"]
     # The plans run first, so that they only use what the recipe itself imports.
-    planned = {name: plan(recipe, options) for name, (recipe, *options) in plans.items()}
+    planned = {name: plan(recipe, request["flag"], options) for name, (recipe, *options) in plans.items()}
     faults = [fault for name in modules() if (fault := import_fault(name))]
     print(json.dumps({"plans": planned, "faults": faults}))

@@ -25,6 +25,7 @@ NAMED_BY: dict[str, list[str]] = {
     "demo": ["grpo", "data.path=task:sort"],
     "assumed_machines": ["grpo", "assume_devices=8x2"],
     "chat_templates": ["grpo", "model.template_arguments={thinks: false}"],
+    "dry_run": ["grpo", "dry_run=true"],
     "dynamic_sampling": ["grpo", "algorithm.filter_range=[0.0,1.0]"],
     "fsdp": ["grpo", "train.engine=fsdp", "train.zero_stage=2"],
     "loss_correction": ["grpo", "algorithm.correction=tis"],
@@ -68,6 +69,10 @@ WITHOUT = {"data_rows": ["data.path=task:sort"]}
 """Plug-in -> options of a plan that does not need it, if the options for a user's data do."""
 
 
+FLAG = {"dry_run": "--print_config"}
+"""Plug-in -> flag with which a command plans a run and ends, if it is not --dry_run."""
+
+
 def tree_without(plugin: str, folder: Path) -> Path:
     """Copy the tree, without a plug-in."""
     for layer in LAYERS:
@@ -109,7 +114,11 @@ def check_deleted(plugin: str, folder: Path) -> Path:
         recipe, *options = NAMED_BY[plugin]
         plans["named"] = [recipe, *options_by_recipe[recipe], *options]
     tree = tree_without(plugin, folder / "tree")
-    done = run_in(tree, str(Path(__file__).with_name("deleted.py")), text=json.dumps({"plans": plans}))
+    done = run_in(
+        tree,
+        str(Path(__file__).with_name("deleted.py")),
+        text=json.dumps({"flag": FLAG.get(plugin, "--dry_run"), "plans": plans}),
+    )
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert result["faults"] == []

@@ -20,8 +20,6 @@ from core import Job
 from core.backends.ray_address import check_reachable, is_ray_left
 from core.placement import detect_devices
 from training.launch.launch import role_sizes, run_job
-from training.launch.machines import is_this_machine
-from training.launch.model_checks import absent_models
 from training.launch.plan import CHOICES, PLAN, Plan
 from training.options.config import CommandLine, Vocabulary
 from training.options.help import print_help
@@ -157,8 +155,10 @@ class Command(ABC, Generic[C]):
             _check_text(arguments)
             with _planned_machines(line):
                 requested = self.requested_config(line)
-                # Before the plan: it fetches the config.json of each model, from which the plan computes the memory.
-                absent = absent_models(self.models(requested)) if requested.dry_run else {}
+                absent: dict[str, str] = {}
+                if requested.dry_run:
+                    # Before the plan, which computes the memory from the config.json that this fetches of each model.
+                    absent = load("dry run", "models", "dry_run=true")(self.models(requested))
                 plan = self.plan(requested, line)
                 if choose := find(PLAN, CHOICES):
                     plan = choose(plan, requested, lambda changed: self.plan(changed, line))
@@ -168,7 +168,7 @@ class Command(ABC, Generic[C]):
                     plan.print_config(requested, line.named)
                     return 0
                 if requested.dry_run:
-                    self._dry_run(plan)
+                    load("dry run", "plan", "dry_run=true")(self, plan)
                     return 0
                 plan.check_and_show()
                 config = plan.config
@@ -206,38 +206,6 @@ class Command(ABC, Generic[C]):
             seconds={"warm_start": time.time() - began},
             observers=observers,
         )
-
-    def _dry_run(self, plan: Plan) -> None:
-        """Run all checks of a run, and print the plan.
-
-        If the run is planned for other machines, errors of models and data become notes, because those machines may
-        have other files than this one.
-
-        Raises:
-            ValueError, OSError: the run would be rejected.
-        """
-        fault = None
-        try:
-            self.check(plan)
-        except (ValueError, OSError) as error:
-            # Raised only after the plan was printed: a dry run is for reading the plan of a run that does not fit too.
-            fault = error
-            if not is_this_machine():
-                plan.notes = [*plan.notes, f"with the models and data of this machine it would be refused: {error}"]
-        print(plan.json())
-        plan.check_and_show(always=True)
-        if fault is None:
-            self._show_first(plan)
-        elif is_this_machine():
-            raise fault
-
-    def _show_first(self, plan: Plan) -> None:
-        """Show the first example in a dry run, if the model and the data are local files."""
-        config: Any = plan.config
-        names = [name.strip() for name in config.data.path.split(",")]
-        if all(Path(name).expanduser().exists() for name in (config.model.path, *names)):
-            for description in self.first_example(plan.config):
-                print(f"{self.folder.name}: {description}", file=sys.stderr)
 
     def run(self) -> NoReturn:
         """Run `main` as a program, and exit with its code.

@@ -6,13 +6,12 @@ Nothing here imports torch, unless a model other than a demonstration's has to b
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components.models.disk.tensor_header import check_weight_files
-from components.models.sources import is_made, made_model
-from components.net.hub import WEIGHTS, ModelNotFound, cached_folder, find_model
+from components.models.sources import made_model
+from components.net.hub import cached_folder, find_model
 from training.options.model_options import ModelOptions
 
 if TYPE_CHECKING:
@@ -34,31 +33,6 @@ def check_model(path: str, option: str = "model.path") -> None:
             check_weight_files(folder if folder.is_dir() else cached_folder(path))
     except ValueError as error:
         raise type(error)(f"{option}={path}: {error}") from error
-
-
-def absent_models(models: Mapping[str, str]) -> dict[str, str]:
-    """Return the models that are missing on this machine, by option, with the reason.
-
-    A plan only needs the config.json of a model, which is fetched into the cache of the Hugging Face hub.
-
-    Args:
-        models: path of each model, by option.
-    """
-    absent = dict[str, str]()
-    for option, path in models.items():
-        if is_made(path):
-            continue
-        folder = Path(path).expanduser()
-        try:
-            find_model(path)
-        # A plan for other machines must not fail because of a model that only they have.
-        except ModelNotFound as error:
-            absent[option] = str(error)
-        except ValueError:
-            continue  # the checks before a run report it
-        if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in WEIGHTS):
-            absent[option] = "the folder has no weights"
-    return absent
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: ModelOptions) -> None:

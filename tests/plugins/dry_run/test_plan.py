@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import write_policy
 
 from tests.messages import says
+from tests.recipes.tiny_models import write_policy
 
 pytestmark = pytest.mark.full
 
