@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
 from components.models.device import compute_device
-from components.models.disk.blocks import local_part, own_block
-from components.models.disk.export import save_model
-from components.models.disk.weight_files import WeightFiles, fill
+from components.models.disk.weight_files import fill
 from components.models.loading import load_policy
 from components.models.precision import compute_in, round_products
 from components.registry import load
@@ -80,44 +78,6 @@ class FrozenEngine(Generic[M]):
         """
         config = self.config
         return evaluate_together(self.model, batch, config.limits, self.device, compute, config.is_collective)
-
-    @torch.no_grad()
-    def mix(self, folder: str | Path, share: float) -> None:
-        """Interpolate the weights towards those in a folder: (1 - share) * weights + share * weights in the folder.
-
-        The result has the dtype of the weights. Each rank reads only its shard.
-
-        Args:
-            folder: path to a model of the same architecture.
-            share: weight of the model in the folder, in [0, 1].
-        """
-        model: Any = self.model
-        with WeightFiles(model, Path(folder)) as files:
-            for name, parameter in self.model.named_parameters():
-                shard = local_part(parameter.detach())
-                target = torch.empty_like(shard)
-                files.read(name, target, own_block(parameter))
-                shard.lerp_(target, share)
-
-    def save_hf(self, path: str | Path, *, writes: bool) -> None:
-        """Write a folder that `from_pretrained` loads.
-
-        Args:
-            path: path to the folder.
-            writes: this rank writes. Of a sharded model, all ranks must call this method and one of them writes.
-        """
-        parameters = dict(self.model.named_parameters())
-        shapes = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in parameters.items()}
-        weights = ((name, _gathered(x.detach())) for name, x in parameters.items())
-        if writes:
-            save_model(Path(path), self.model, shapes, weights)
-        # Gathering is collective, so ranks that do not write must exhaust the iterator too.
-        for _ in weights:
-            pass
-
-
-def _gathered(tensor: Any) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
 
 
 def is_read_by_parts(config: FrozenConfig) -> bool:

@@ -74,7 +74,7 @@ class VerlCalls(PolicyCalls):
         target = Path(self.config.run_dir, "reference", f"step_{step}")
         shutil.rmtree(target, ignore_errors=True)
         self.save(target)
-        self._load_reference(target)
+        self.load_reference(target)
 
     def _open_reference(self, path: Path) -> None:
         assert self.reference is not None

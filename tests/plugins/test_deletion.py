@@ -44,6 +44,7 @@ NAMED_BY: dict[str, list[str]] = {
     ],
     "reasoning_gym": ["grpo", "data.path=reasoning_gym:leg_counting"],
     "remote_reward": ["grpo", "reward.source=http://127.0.0.1:9/reward"],
+    "reference_updates": ["grpo", "algorithm.kl_coef=0.1", "algorithm.reference_sync_steps=2"],
     "resume": ["grpo", "resume=somewhere"],
     "replay": ["grpo", "rollout.replay_from=runs/a"],
     "reward_functions": ["grpo", f"reward.source={ROOT / 'tests' / 'their_plugin.py'}"],

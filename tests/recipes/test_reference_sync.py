@@ -8,9 +8,6 @@ from local_runs import run_locally
 from safetensors.torch import load_file
 from torch import Tensor
 
-from components.models.loading import load_policy
-from components.train.config import FrozenConfig
-from components.train.frozen import FrozenEngine
 from recipes.grpo.main import read_config
 from tests.recipe_copies import write_untrained
 from training.options.schema import ConfigError
@@ -65,16 +62,6 @@ def test_a_resumed_run_loads_the_reference_of_its_checkpoint(options: list[str],
     assert runs["run"].learnt() == runs["undisturbed"].learnt()
     actual, expected = runs["run"].weights(), runs["undisturbed"].weights()
     assert [name for name, tensor in actual.items() if not torch.equal(tensor, expected[name])] == []
-
-
-def test_weights_are_mixed_in_the_given_proportion(tmp_path: Path) -> None:
-    one, other = write_untrained(tmp_path / "one"), write_untrained(tmp_path / "other", seed=1)
-    engine = FrozenEngine(load_policy(one), FrozenConfig())
-    engine.mix(other, 1.0)
-    engine.save_hf(tmp_path / "mixed", writes=True)
-    actual, expected = weights(tmp_path / "mixed"), weights(other)
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
 
 
 @pytest.mark.parametrize(

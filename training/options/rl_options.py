@@ -165,6 +165,8 @@ class RLOptions(RunOptions):
             # The other checks belong to the plug-in, so a missing one is reported alone.
             queue = "rollout queue", "faults", "asynchronous.enabled=true"
             yield from list(errors_of("", require, *queue)) or load(*queue)(self)
+        if getattr(self.algorithm, "reference_sync_steps", None):
+            yield from errors_of("", require, "reference update", "sync", "algorithm.reference_sync_steps=...")
         # The engine loads the plug-in at the first sleep, which is after the models are loaded.
         if self.placement.learners_sleep:
             yield from errors_of("", require, "sleep", "host copies", "placement.learners_sleep=true")

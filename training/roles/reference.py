@@ -4,6 +4,7 @@ from functools import partial
 
 from components.batch import Batch
 from components.models.causal import policy_logprobs
+from components.registry import load as load_plugin
 from components.train.frozen import open_frozen_policy
 from core import trainer_invocation
 from training.options.rl_options import RLOptions
@@ -38,8 +39,8 @@ class ReferenceWorker(FrozenWorker):
             share: weight of the policy in the result, from 0 to 1.
             target: folder that the result is saved to.
         """
-        self.engine.mix(policy, share)
-        self.engine.save_hf(target, writes=self.rank == 0)
+        update = load_plugin("reference update", "follow", "algorithm.reference_sync_steps")
+        update(self.engine, policy, share, target, writes=self.rank == 0)
 
 
 class ReferenceRank(FrozenRank, ReferenceWorker):

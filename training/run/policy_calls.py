@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from components.registry import load
 from core import Role, RoleGroup
 from training import remote_call
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from training.roles.policy import PolicyWorker
     from training.roles.reference import ReferenceWorker
     from training.roles.rollout import RolloutWorker
+
+
+UPDATES = "reference update", "sync"
+"""Kind and name of the plug-in that moves the reference model towards the policy."""
 
 
 class PolicyTrainer(Protocol):
@@ -155,24 +160,13 @@ class PolicyCalls:
 
     def sync_reference(self, step: int, share: float) -> None:
         """Interpolate the reference model towards the policy. `share` is the weight of the policy."""
-        # A learner that sleeps has no weights on its device to save.
-        self.end_generation()
-        folder = Path(self.config.run_dir, "reference")
-        policy = folder / "policy"
-        target = folder / f"step_{step}"
-        # Left by an attempt that was killed. A mix of old and new files would load without an error.
-        for old in (policy, target):
-            shutil.rmtree(old, ignore_errors=True)
-        self.save(policy)
-        # The new reference is saved, because a replaced worker or a resumed run has to load it, not the initial model.
-        self.trainer.RG_REFERENCE.follow(str(policy), share, str(target))
-        self._load_reference(target)
+        load(*UPDATES, "algorithm.reference_sync_steps")(self, step, share)
 
     def _open_reference(self, path: Path) -> None:
         """Load a model in every instance of the reference role."""
         self.trainer.RG_REFERENCE.load(str(path)).result()
 
-    def _load_reference(self, path: Path) -> None:
+    def load_reference(self, path: Path) -> None:
         self._open_reference(path)
         self.reference_folder = path
         # Removed last: until the load has returned, an instance may still read the folder from before.
@@ -202,7 +196,7 @@ class PolicyCalls:
             target = Path(self.config.run_dir, "reference", "resumed")
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(reference, target)
-            self._load_reference(target)
+            self.load_reference(target)
         return self._load_learners(folder / "state")
 
     def save(self, folder: Path) -> None:
