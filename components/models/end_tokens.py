@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from components.data.model_tokens import embedding_rows, end_ids
+from components.data.model_tokens import end_ids
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -23,7 +23,7 @@ def use_end_tokens(model: Any, path: str | Path) -> None:
     """
     if not model.can_generate():
         return
-    by_tokenizer = _tokenizer_ends(path)
+    by_tokenizer = tokenizer_ends(path)
     named = set(listed_ids(model.generation_config.eos_token_id))
     every = named | set(listed_ids(model.config.eos_token_id)) | set(by_tokenizer)
     if every != named:
@@ -33,23 +33,7 @@ def use_end_tokens(model: Any, path: str | Path) -> None:
         model.config.eos_token_id = _as_setting(every)
 
 
-def end_tokens_of(path: str | Path) -> list[int]:
-    """Return the tokens that end a response of the model at `path`, for an engine that loads the model itself.
-
-    Ids beyond the model's vocabulary are left out: they are never sampled, and vLLM refuses requests that name one.
-    """
-    from transformers import AutoConfig
-
-    from components.models.disk.empty_model import generation_config
-
-    ids = {*listed_ids(generation_config(path).eos_token_id), *_tokenizer_ends(path)}
-    config: Any = AutoConfig.from_pretrained(path)
-    ids |= set(listed_ids(getattr(config, "eos_token_id", None)))
-    rows = embedding_rows(path)
-    return sorted(index for index in ids if rows is None or index < rows)
-
-
-def _tokenizer_ends(path: str | Path) -> list[int]:
+def tokenizer_ends(path: str | Path) -> list[int]:
     """Return the ends that the tokenizer and its chat template name; none for a folder without a tokenizer."""
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from components.models.disk.blocks import Block, block_of_each, is_in_blocks
+from components.models.disk.blocks import Block, block_of_each
 from components.weights.gather import Part
 
 
@@ -56,3 +57,17 @@ def unsharded_part(tensor: Tensor, dtype: torch.dtype) -> Part:
     """Return the part of a parameter that every rank has whole."""
     blocks = [Block(0, tensor.numel()), *[_NOTHING] * (dist.get_world_size() - 1)]
     return Part(tensor.detach().reshape(-1), tensor.shape, dtype, blocks, is_on_all=True)
+
+
+def is_in_blocks(tensor: Any) -> bool:
+    """True if the shards of a DTensor are blocks: `fully_shard` has divided the rows of the parts on a second axis."""
+    if not tensor.ndim or tensor.device_mesh.ndim > 2:
+        return False
+    first, *others = tensor.placements
+    if not others:
+        return first == Shard(0)
+    (second,), size = others, tensor.device_mesh.size(1)
+    # Both axes divide the rows. The shards are blocks only if the second axis divides the rows evenly.
+    if second == Shard(0):
+        return first == _StridedShard(0, split_factor=size) and not tensor.shape[0] % size
+    return first == Shard(0) and (second == Replicate() or (second == Shard(1) and not tensor.shape[1] % size))

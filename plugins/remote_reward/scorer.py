@@ -38,7 +38,7 @@ from components.rewards.base import (
     read_columns,
 )
 from components.rewards.errors import RefusedError, RewardError
-from components.rewards.servers import TOKEN, reward_token
+from components.rewards.server_token import TOKEN, reward_token
 from components.rewards.threads import in_threads
 
 UNAUTHORIZED = 401

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from components.models.disk.checkpoint_layout import meta_model
+from components.models.disk.meta_model import meta_model
 from components.models.routers import find_routers
 from plugins.routing_replay.routes import NO_EXPERT, expert_counts, to_columns
 

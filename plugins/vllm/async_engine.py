@@ -14,7 +14,7 @@ from typing import Any
 from components.generate.async_engine import AsyncEngine, Generation, Piece, Request
 from components.generate.config import SamplingConfig
 from components.generate.sampling import request_seeds
-from components.models.end_tokens import end_tokens_of
+from components.models.response_ends import end_tokens_of
 from components.process.heartbeat import beat
 from components.weights.publisher import WeightHandle
 from plugins.vllm import options

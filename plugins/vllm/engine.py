@@ -22,7 +22,7 @@ from components.batch import Batch
 from components.generate.config import SamplingConfig
 from components.generate.engine import Completions, RolloutEngine
 from components.generate.times import GenerationTimes
-from components.models.end_tokens import end_tokens_of
+from components.models.response_ends import end_tokens_of
 from components.process.heartbeat import beat
 from components.registry import load
 from components.weights.publisher import WeightHandle

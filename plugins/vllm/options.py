@@ -30,7 +30,7 @@ from components.generate.config import SamplingConfig
 from components.generate.engine import Completions, limits
 from components.generate.sampling import request_seeds
 from components.models.device import compute_device
-from components.models.disk.checkpoint_layout import meta_model
+from components.models.disk.meta_model import meta_model
 from components.models.gpu_share import free_share, gpu_memory
 from components.registry import find, module_of
 from components.weights.publisher import WeightHandle

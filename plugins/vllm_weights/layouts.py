@@ -10,7 +10,8 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from components.models.disk.checkpoint_layout import CheckpointLayout, meta_model
+from components.models.disk.checkpoint_layout import CheckpointLayout
+from components.models.disk.meta_model import meta_model
 from plugins.vllm_weights.families import LAYOUTS
 
 

@@ -27,7 +27,7 @@ from components.models.reward_model import RewardModel
 from components.net.hub import find_model
 from components.process.streams import accept_any_text
 from components.ranges import Count, Positive, Range
-from components.rewards.servers import TOKEN, reward_token
+from components.rewards.server_token import TOKEN, reward_token
 from components.train.config import FrozenConfig, PassLimits
 from core.placement import detect_devices
 from training.options.config import CommandLine

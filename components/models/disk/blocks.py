@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Shard
 
 
 @dataclass(frozen=True)
@@ -81,20 +80,6 @@ def block_of_each(tensor: DTensor) -> dict[int, Block]:
     """Return the block of each rank that has a shard, by rank."""
     ranks = tensor.device_mesh.mesh
     return {int(ranks[tuple(place)]): _block(tensor, place) for place in torch.ones_like(ranks).nonzero().tolist()}
-
-
-def is_in_blocks(tensor: Any) -> bool:
-    """True if the shards of a DTensor are blocks: `fully_shard` has divided the rows of the parts on a second axis."""
-    if not tensor.ndim or tensor.device_mesh.ndim > 2:
-        return False
-    first, *others = tensor.placements
-    if not others:
-        return first == Shard(0)
-    (second,), size = others, tensor.device_mesh.size(1)
-    # Both axes divide the rows. The shards are blocks only if the second axis divides the rows evenly.
-    if second == Shard(0):
-        return first == _StridedShard(0, split_factor=size) and not tensor.shape[0] % size
-    return first == Shard(0) and (second == Replicate() or (second == Shard(1) and not tensor.shape[1] % size))
 
 
 def _block(tensor: DTensor, coordinate: list[int]) -> Block:

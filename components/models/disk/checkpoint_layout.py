@@ -7,8 +7,6 @@ tensor, where the files have one tensor per expert. Other libraries, and older v
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,14 +73,3 @@ def _groups(model: Any, names: Iterable[str]) -> Iterator[list[str]]:
         target, _ = rename_source_key(name, renamings, converters, reverse=True)
         groups.setdefault(target, []).append(name)
     yield from groups.values()
-
-
-@lru_cache(maxsize=4)
-def meta_model(path: str | Path) -> PreTrainedModel:
-    """Return the causal model at `path` with all its tensors on the meta device; no weight is read. It takes about a
-    third of the start of an engine, so call it late.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))

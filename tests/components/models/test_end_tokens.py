@@ -11,8 +11,8 @@ from components.batch import Batch
 from components.generate.config import SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
 from components.models.disk.export import save_model
-from components.models.end_tokens import end_tokens_of
 from components.models.loading import load_policy
+from components.models.response_ends import end_tokens_of
 from tests.chat_models import END_ID, TURN_END, chat_model
 
 EOS_ID = 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from components.models.end_tokens import end_tokens_of
+from components.models.response_ends import end_tokens_of
 from plugins.demo.tasks import get_task
 from plugins.demo.tiny_model import task_tokenizer, tiny_model
 from plugins.model_view.links import model_view
