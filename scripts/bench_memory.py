@@ -55,7 +55,7 @@ INTERMEDIATE = 4096
 LAYERS = 22
 BYTES_PER_PARAMETER = {"fsdp": 16, "deepspeed": 16, "frozen": 2}
 TOKENS = 8
-"""Number of tokens per rank and step, in one micro-batch. It is small, because the bound has no activations."""
+"""Number of tokens per rank and step, in one micro-batch. Small, because the bound excludes activations."""
 BAR = 1.1
 PHASES = ("load", "forward", "step", "save_state", "save_hf", "load_state")
 

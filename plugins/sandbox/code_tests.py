@@ -145,7 +145,7 @@ async def run_assertions_async(
 async def run_assertions_now(program: str, tests: Sequence[str], limits: Limits, total_s: float) -> AssertionResult:
     """Run `run_assertions_async` without waiting for a free slot."""
     count = len(tests)
-    # One more limit than tests, for the import of the program.
+    # The import of the program has the time limit of one further test.
     total_s = min(total_s, limits.timeout_s * (count + 1))
     side_limits = replace(limits, timeout_s=total_s + START_S)
     with ExitStack() as stack:

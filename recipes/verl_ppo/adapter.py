@@ -82,13 +82,13 @@ def read_loss(keys: Computed) -> None:
         keys.put("algorithm.policy_aggregation", "seq-mean-token-mean", name)
         if keys.option("algorithm.loss_aggregation", "token-mean") != "seq-mean-token-mean":
             keys.notes.append(
-                f"{name}={kind} is a mean over responses whatever {ACTOR}.loss_agg_mode is, as in verl; that is for "
-                "entropy and KL alone"
+                f"{name}={kind} is a mean over responses for any {ACTOR}.loss_agg_mode, as in verl; that key "
+                "only applies to entropy and KL"
             )
     if keys.option("algorithm.estimator") == "optimal_token_baseline" and keys.option("agent.func_path"):
         keys.notes.append(
-            "optimal_token_baseline compares responses after as many tokens of the policy, which is verl's "
-            "tir_optimal_token_baseline; verl's other one counts the environment's tokens too"
+            "optimal_token_baseline compares responses after equal numbers of policy tokens, like verl's "
+            "tir_optimal_token_baseline; verl's optimal_token_baseline also counts environment tokens"
         )
 
 
@@ -104,8 +104,8 @@ def read_gradients(keys: Computed) -> None:
             keys.idle(f"{newer}={norm} is the limit", older)
         elif not keys.name(newer) and norm != 1.0:
             keys.notes.append(
-                f"{older}={norm} is the largest norm of a gradient, as in verl up to 0.6; later releases read "
-                f"{newer} alone, and leave it at 1.0"
+                f"{older}={norm} is the maximum gradient norm, as in verl up to 0.6; later releases only read {newer}, "
+                "whose default is 1.0"
             )
 
 
@@ -143,7 +143,7 @@ def elsewhere(keys: Computed) -> Iterator[str]:
     parts = [keys.get(f"{ACTOR}.strategy"), keys.get("critic.strategy")]
     if None not in parts and len({part == "megatron" for part in parts}) == 2:
         yield (
-            f"{ACTOR}.strategy={parts[0]} beside critic.strategy={parts[1]}: verl trains actor and critic with one "
+            f"{ACTOR}.strategy={parts[0]} and critic.strategy={parts[1]} differ: verl trains actor and critic with one "
             "kind of engine; set both to fsdp2, or both to megatron"
         )
     # Actor and critic usually name the same engine, so one message is enough.
@@ -153,9 +153,9 @@ def elsewhere(keys: Computed) -> Iterator[str]:
         keys.notes.append(MEGATRON)
     engine = keys.get(f"{ROLLOUT}.name")
     if engine in ("sglang", "trtllm"):
-        yield f"{ROLLOUT}.name={engine} is not here; set it to vllm, which draws from the same policy"
+        yield f"{ROLLOUT}.name={engine} is not available; set it to vllm, which samples from the same policy"
     if keys.get("trainer.device", default="cuda") not in ("cuda", "cpu"):
-        yield f"trainer.device={keys.get('trainer.device')} is not here; runs are on NVIDIA GPUs or on CPUs"
+        yield f"trainer.device={keys.get('trainer.device')} is not available; recipes run on NVIDIA GPUs or CPUs"
     read_preset = find(*PRESET)
     if name and read_preset and (settings := read_preset(name)) is not None:
         sets = ", ".join(settings) or "nothing of these options"
@@ -174,10 +174,10 @@ def read_axes(keys: Computed) -> None:
         cuts_layers = largest > 1 and option != "parallel.context"
         if cuts_layers and (keys.option("train.lora_rank", 0) or keys.option("train.lora_path")):
             keys.notes.append(
-                f"no effect of {written[0]}={largest}: beside adapters layers are whole, with the same results"
+                f"no effect of {written[0]}={largest}: with adapters layers are not split, with the same results"
             )
         elif cuts_layers and option == "parallel.tensor" and keys.option("parallel.expert", 1) > 1:
-            keys.notes.append(f"no effect of {written[0]}={largest}: beside experts that ranks share layers are whole")
+            keys.notes.append(f"no effect of {written[0]}={largest}: with expert parallelism layers are not split")
         elif largest > 1:
             keys.put(option, largest, written[0])
         if len(sizes) > 1:
@@ -209,7 +209,7 @@ def read_data(keys: Computed) -> None:
     if room is not None and room < longest:
         keys.put("agent.max_tokens", room, limits[0])
         keys.notes.append(
-            f"{ROLLOUT}.max_model_len={room}: a prompt and its response have at most so many tokens together, less "
+            f"{ROLLOUT}.max_model_len={room}: maximum number of tokens of a prompt and its response together, less "
             f"than data.max_prompt_length + data.max_response_length = {longest}"
         )
 
@@ -331,7 +331,7 @@ def read_algorithm(keys: Computed) -> None:
         if coef:
             keys.put("algorithm.kl_loss_coef", coef, f"{ACTOR}.kl_loss_coef")
             keys.put("algorithm.kl_loss_estimator", estimator, f"{ACTOR}.kl_loss_type")
-            keys.notes.append("the KL is both taken off the reward and added to the loss")
+            keys.notes.append("the KL is both subtracted from the reward and added to the loss")
     elif keys.get(f"{ACTOR}.use_kl_loss"):
         keys.put("algorithm.kl_coef", coef, f"{ACTOR}.kl_loss_coef")
         keys.put("algorithm.kl_estimator", estimator, f"{ACTOR}.kl_loss_type")
@@ -341,7 +341,7 @@ def _estimator(keys: Computed, key: str, usual: str) -> str:
     name = str(keys.get(key, default=usual))
     plain = name.removesuffix("+")
     if plain not in (*ESTIMATORS, "k1", "k2", "k3", "abs"):
-        keys.faults.append(f"{key}={name}; use kl (k1), abs, mse (k2) or low_var_kl (k3), maybe with + behind it")
+        keys.faults.append(f"{key}={name}; use kl (k1), abs, mse (k2) or low_var_kl (k3), optionally followed by +")
     return name.replace(plain, ESTIMATORS.get(plain, plain))
 
 
@@ -398,7 +398,7 @@ def read_run(keys: Computed) -> None:
         if logger in loggers:
             keys.put(f"log.{logger}", True, "trainer.logger")
     if others := [name for name in loggers if name not in ("console", "file", "wandb", "tensorboard")]:
-        keys.notes.append(f"no effect of {', '.join(others)} in trainer.logger: the files of run_dir have it all")
+        keys.notes.append(f"no effect of {', '.join(others)} in trainer.logger: the files in run_dir have all metrics")
 
 
 def plain_arguments(arguments: Sequence[str]) -> list[str]:

@@ -65,7 +65,7 @@ def add_advantages(experience: Batch, config: VerlPPOConfig, kl_coef: float) -> 
         if not bool(trained["action_mask"].any()):
             raise ValueError(
                 f"algorithm.rejection={algorithm.rejection} rejects every token of a step; raise algorithm."
-                "rejection_threshold, or look for what the engine that samples computes otherwise (rollout_corr/kl)"
+                "rejection_threshold, or find the difference between engine and trainer (rollout_corr/kl)"
             )
     if not algorithm.estimate_rejected:
         experience = trained

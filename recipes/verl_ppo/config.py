@@ -556,7 +556,7 @@ class VerlPPOConfig(PPORunOptions):
                 "seq-mean-token-mean"
             )
         if options.estimator in get_args(Compared) and self.samples_per_prompt == 1:
-            notes.append(f"algorithm.estimator={options.estimator} compares nothing: samples_per_prompt is 1")
+            notes.append(f"algorithm.estimator={options.estimator} has nothing to compare: samples_per_prompt is 1")
         for name in ("reference_path", "reference_sync_steps"):
             if getattr(options, name) and not self.needs_reference:
                 notes.append(f"no effect of algorithm.{name}: algorithm.kl_coef=0")

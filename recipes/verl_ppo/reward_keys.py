@@ -27,7 +27,7 @@ def read_reward(keys: Computed) -> None:
     if asks_served_model(keys):
         keys.notes.append(
             "no effect of reward_model: as in verl, the function of custom_reward_function alone gives the reward. "
-            "Serve the model that it asks by `vllm serve MODEL`, and pass the address, for example by "
+            "Serve the model that it calls by `vllm serve MODEL`, and pass the address, for example by "
             "custom_reward_function.reward_kwargs.reward_router_address=HOST:PORT"
         )
     elif keys.get("reward_model.enable", "reward.reward_model.enable"):
@@ -43,7 +43,7 @@ def read_reward(keys: Computed) -> None:
     manager = keys.get(name, "reward.reward_manager.name", "reward_manager.name", *of_models, default="naive")
     if manager not in MANAGERS:
         keys.faults.append(
-            f"{name}={manager} is not here; use naive, batch or dapo, and compute in the function of "
+            f"{name}={manager} is not available; use naive, batch or dapo, and do its computation in the function of "
             "custom_reward_function.path what it does"
         )
     if manager == "batch":
