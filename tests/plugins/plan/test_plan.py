@@ -233,7 +233,7 @@ def test_a_model_too_large_for_any_machine_is_refused_before_the_start(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("plugins.plan.capacity.Capacity.here", lambda *_: Capacity(machine=512 * GB))
+    monkeypatch.setattr("plugins.plan.capacity.Capacity.of_machine", lambda *_: Capacity(machine=512 * GB))
     path = folder_of(tmp_path / "large", LARGE)
     arguments = [option.format(path) for option in options]
     main = import_module(f"recipes.{recipe}.main").main
