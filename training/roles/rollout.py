@@ -155,6 +155,13 @@ class RolloutWorker(SamplingWorker):
         self._restore_weights()
         return (self.streamed or self.sampler).generate(prompts, sampling)
 
+    @rpc(remote_call.end_job, idempotent=True)
+    def end(self) -> None:
+        """Stop the engine and the reward workers beside it."""
+        if self.streamed:
+            self.streamed.close()
+        super().end()
+
     def is_fatal(self, error: Exception) -> bool:
         """Return True for a dead engine or one that is out of memory. A new engine replaces it."""
         return is_engine_dead(error)
