@@ -27,7 +27,7 @@ HOLD_ADAPTERS = ("gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "
 """Model families (`model_type`) for which vLLM 0.32 applies low-rank adapters to all linear layers except the head."""
 MOST_LORA_RANK = 512
 """Maximum rank of adapters in vLLM 0.32."""
-FORMATS = ("float32", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2")
+FORMATS = ("float32", "bfloat16", "fp8_per_channel", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Number formats of an engine, from the finest to the coarsest."""
 VLLM_MIN_TEMPERATURE, VLLM_MAX_TEMPERATURE = 0.01, 2.0
 """Range of temperatures, besides 0, that vLLM uses unchanged. It raises lower ones to the minimum and rejects higher

@@ -86,7 +86,8 @@ class ArgumentCheck:
             argument = arguments().get(name)
             setting = f"rollout.vllm.{name}={_text(value)}"
             is_used = argument is not None and value not in argument.neutral
-            if argument is not None and argument.gpu_only and is_used and value is not False and not on_gpu:
+            is_gpu_only = argument is not None and argument.gpu_only and value not in argument.cpu_values
+            if argument is not None and is_gpu_only and is_used and value is not False and not on_gpu:
                 yield f"{setting} is refused on a CPU: {argument.gpu_only}"
             elif name == "quantization" and is_used and self._values.get("dtype", dtype) != QUANTISED_FROM:
                 yield f"{setting} needs weights in bfloat16, not {dtype}; set train.precision=bf16"

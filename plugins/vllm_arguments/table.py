@@ -36,6 +36,8 @@ class Argument:
     """Values that are passed on. Empty: all."""
     neutral: tuple[Any, ...] = ()
     """Values of a CORRECTED argument that change no log-probability."""
+    cpu_values: tuple[Any, ...] = ()
+    """Values that a run on CPUs passes on in spite of `gpu_only`."""
     gpu_only: str = ""
     """Reason why a run on CPUs refuses the argument. Empty if it does not."""
 
@@ -58,6 +60,7 @@ def arguments() -> Mapping[str, Argument]:
                 values=tuple(entry.get("values", ())),
                 neutral=tuple(entry.get("neutral", ())),
                 gpu_only=entry.get("gpu_only", ""),
+                cpu_values=tuple(entry.get("cpu_values", ())),
             )
             table |= dict.fromkeys(entry["names"], argument)
     return table

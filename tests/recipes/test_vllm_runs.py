@@ -75,6 +75,20 @@ def test_before_the_first_update_the_ratio_is_1_and_the_kl_to_the_reference_is_0
 
 
 @pytest.mark.nightly
+def test_a_policy_trains_on_responses_of_an_engine_with_fp8_weights(policy: Path, tmp_path: Path) -> None:
+    options = """data.path=task:sort data.max_prompt_tokens=16 data.max_samples=24 prompts_per_step=8
+        samples_per_prompt=4 train.mini_batch_size=16 rollout.max_new_tokens=8 train.precision=bf16
+        rollout.vllm.quantization=fp8_per_channel algorithm.correction=tis
+    """
+    run = run_apart("grpo", tmp_path, {"fp8": [f"model.path={policy}", *options.split(), *VLLM]})["fp8"]
+    assert run.summary["steps"] == 3
+    for step in run.metrics:
+        # Weights are rounded to 8 bits again at each weight sync.
+        assert 1e-4 < step["rollout/check_gap_mean"] < step["rollout/check_gap_limit"] == 0.3
+        assert step["rollout/effective_sample_size"] > 0.5
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mixture_of_experts_learns_to_sort(family: str, tmp_path: Path) -> None:
     # 20 of the 40 steps of the demonstration.

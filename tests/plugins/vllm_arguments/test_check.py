@@ -106,6 +106,8 @@ def test_quantised_weights_need_bfloat16_and_a_gpu() -> None:
     assert "8 bits" in notes(*quantised, "train.precision=bf16", on_gpu=True)
     with pytest.raises(ConfigError, match=says("CPU", "rollout.vllm.quantization=fp8")):
         notes(*quantised, "train.precision=bf16")
+    # Its kernels exist on CPUs too.
+    assert "8 bits" in notes("rollout.vllm.quantization=fp8_per_channel", TIS, "train.precision=bf16")
     with pytest.raises(ConfigError, match=says("rollout.vllm.quantization=awq", "fp8")):
         read("rollout.vllm.quantization=awq", TIS)
 
