@@ -19,15 +19,20 @@ def compute_device() -> torch.device:
         RuntimeError: CUDA_VISIBLE_DEVICES names GPUs, and torch finds none of them. Computing on the CPU instead would
             be hundreds of times slower without any sign of it.
     """
+    check_gpus()
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def check_gpus() -> None:
+    """Check that torch finds a GPU if CUDA_VISIBLE_DEVICES names one. See `compute_device`."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if shown and shown != "-1":
+    if shown and shown != "-1" and not torch.cuda.is_available():
         raise RuntimeError(
             f"this process was given the GPU {shown} (CUDA_VISIBLE_DEVICES), and torch {torch.__version__} finds none: "
             f"{_reason_without_gpu()}; mend that, or set CUDA_VISIBLE_DEVICES= (empty) to compute on the CPU"
         )
-    return torch.device("cpu")
 
 
 def peak_gpu_memory() -> dict[str, float]:

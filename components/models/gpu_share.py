@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import subprocess
 import time
 from collections.abc import Callable
-
-import torch
 
 from components.train.memory_sizes import CONTEXT_BYTES
 
 MEMORY_WITHIN_S = 60.0
 """Time in seconds for which a starting engine waits for other processes to free memory of its GPUs."""
-_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
+_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total", "--format=csv,noheader,nounits")
 
 _log = logging.getLogger(__name__)
 
@@ -59,20 +58,29 @@ def free_share(
 def gpu_memory(count: int) -> list[tuple[int, int]]:
     """Return (free, total) bytes of the first `count` visible GPUs; an empty list if nvidia-smi fails.
 
-    CUDA is not used for it, because querying a GPU would create a context that takes memory on it.
+    CUDA is not used for it, because any query would create a context that takes 0.5 GB of the GPU.
     """
     try:
         shown = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=30, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    # By UUID, because the indices of nvidia-smi do not follow CUDA_VISIBLE_DEVICES.
-    by_uuid = memory_by_uuid(shown)
-    names = [str(torch.cuda.get_device_properties(index).uuid).removeprefix("GPU-") for index in range(count)]
-    return [by_uuid[name] for name in names if name in by_uuid]
+    return memory_of(shown, os.environ.get("CUDA_VISIBLE_DEVICES"))[:count]
 
 
-def memory_by_uuid(shown: str) -> dict[str, tuple[int, int]]:
-    """Parse the output of nvidia-smi. Return (free, total) bytes by GPU UUID. GPUs without numbers are left out."""
+def memory_of(shown: str, visible: str | None) -> list[tuple[int, int]]:
+    """Parse the output of nvidia-smi.
+
+    Args:
+        shown: the output, with index, UUID, free and total MiB of each GPU.
+        visible: value of CUDA_VISIBLE_DEVICES, with indices or beginnings of UUIDs. None: all GPUs are visible.
+
+    Returns:
+        (free, total) bytes of each visible GPU. GPUs without numbers are left out.
+    """
     rows = [[cell.strip() for cell in line.split(",")] for line in shown.splitlines()]
-    known = [row for row in rows if len(row) == 3 and row[1].isdecimal() and row[2].isdecimal()]
-    return {name.removeprefix("GPU-"): (int(free) * 2**20, int(total) * 2**20) for name, free, total in known}
+    known = [row for row in rows if len(row) == 4 and row[2].isdecimal() and row[3].isdecimal()]
+    names = [row[0] for row in known] if visible is None else [name.strip() for name in visible.split(",")]
+    chosen = [
+        row for name in names for row in known if name == row[0] or (name[:4] == "GPU-" and row[1].startswith(name))
+    ]
+    return [(int(free) * 2**20, int(total) * 2**20) for _, _, free, total in chosen]

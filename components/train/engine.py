@@ -64,7 +64,7 @@ class TrainEngine(PartitionedModel):
         self.model = model
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.device = torch.device(compute_device().type)
+        self.device = compute_device()
         self.axes = open_axes(config, self.device)
         # Ranks that share a layer must use the same dropout mask, or their parts would belong to different functions.
         torch.manual_seed(config.seed + self.rank // config.tensor)

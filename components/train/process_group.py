@@ -17,7 +17,8 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
     """Initialize the default process group from the environment, unless there is one already.
 
     RANK and WORLD_SIZE set the ranks, MASTER_ADDR and MASTER_PORT the address of the rendezvous, LOCAL_RANK the device.
-    If WORLD_SIZE is missing or 1, no address or port is needed. The backend is gloo on CPUs and nccl on GPUs.
+    If WORLD_SIZE is missing or 1, no address or port is needed. The backend is gloo for tensors in host memory and nccl
+    for tensors on GPUs.
 
     A script of several ranks should end with `os._exit` after flushing its output. DeepSpeed's parameters keep gloo's
     threads alive even after the group is destroyed, and the shutdown of the interpreter then aborts in rare cases. (The
@@ -48,21 +49,27 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
         # variable is changed because DeepSpeed reads it too.
         os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend = "nccl" if compute_device().type == "cuda" else "gloo"
+        # Rank 0 gathers weights in one group of nccl while it broadcasts them in another. Without an order of the two,
+        # which nccl has from version 2.26, they may wait for each other on its GPU.
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    device = compute_device()
+    gpu = device if device.type == "cuda" else None
+    # gloo for objects, which nccl would copy through the GPU.
+    backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     timeout = timedelta(seconds=timeout_s)
-    if world_size == 1:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        return
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise ValueError(
-            f"WORLD_SIZE={world_size} without {', '.join(missing)} in the environment; "
-            "set them (core does for train roles), or leave WORLD_SIZE out"
-        )
-    rank = int(os.environ["RANK"])
-    store = _meeting_store(rank, world_size, timeout)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    rank = 0
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    if world_size > 1:
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            # core sets them for train roles
+            raise ValueError(
+                f"the environment has WORLD_SIZE={world_size} without {', '.join(missing)}; set all or none"
+            )
+        rank = int(os.environ["RANK"])
+        store = _meeting_store(rank, world_size, timeout)
+    # Without `device_id`, nccl connects only at the first collective, and guesses the device of a barrier.
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=gpu)
 
 
 def _meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:  # pyright: ignore[reportPrivateImportUsage]
@@ -72,9 +79,10 @@ def _meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store
     Return None, which selects torch's default store, if MASTER_ADDR is a host name or torchrun provides a store.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ or not address.replace(".", "").isdecimal():
+    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ or not (":" in address or address.replace(".", "").isdecimal()):
         return None
-    listening = socket.create_server((address, port)).detach() if rank == 0 else None
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, port), family=family).detach() if rank == 0 else None
     store = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
     return store(address, port, world_size, rank == 0, timeout, master_listen_fd=listening)
 

@@ -72,6 +72,9 @@ class BucketFiller(ABC):
     def reclaim(self) -> None:
         """Wait until no reader needs the content of the bucket, if it was sent before."""
 
+    def _new_bucket(self) -> Tensor:
+        return torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self.device)
+
     def passed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Send tensors and yield them again.
 
@@ -136,7 +139,7 @@ class BucketFiller(ABC):
     def _fill(self) -> None:
         """Copy the tensors into the bucket, and convert them in the same operation. Return when it is complete."""
         if not len(self.bucket):
-            self._buckets[self.slot] = torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self.device)
+            self._buckets[self.slot] = self._new_bucket()
         if self.start == WHOLE:
             targets = [target for _, target in pieces_of(self.bucket, self.pieces)]
         else:

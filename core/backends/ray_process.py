@@ -33,6 +33,7 @@ from core.supervise.worker_process import (
     ProcessSpec,
     WarningsTo,
     WorkerProcess,
+    load_object,
     threads_here,
 )
 
@@ -47,7 +48,8 @@ class RayProcess(WorkerProcess):
     def __init__(self, spec: ProcessSpec, transport: Transport) -> None:
         _prepare(spec)
         super().__init__(spec, pickle.loads(spec.run.config), transport, self._to_master)
-        self._ip = ray.util.get_node_ip_address()
+        # A function by its path, so that a plug-in can choose among the interfaces of the machine.
+        self._ip = load_object(os.environ.get("TROUPE_ADDRESS_FROM", "ray.util:get_node_ip_address"))()
         # Rendezvous ports of the roles whose rank 0 is in this process.
         self._ports: dict[Role, socket.socket] = {}
         self._turn = threading.RLock()
@@ -110,7 +112,8 @@ class RayProcess(WorkerProcess):
             node=ray.get_runtime_context().get_node_id(),
             control=self._control.address,
             ports={role: kept.getsockname()[1] for role, kept in self._ports.items()},
-            devices=sorted(ray.get_runtime_context().get_accelerator_ids().get("GPU", [])),
+            # By length first: as text, "10" would come before "2".
+            devices=sorted(sorted(ray.get_runtime_context().get_accelerator_ids().get("GPU", [])), key=len),
         )
 
     def packed(self, exports: dict[str, Export]) -> bytes:
@@ -157,16 +160,11 @@ class RayProcess(WorkerProcess):
     @contextlib.contextmanager
     def waits(self) -> Iterator[None]:
         """Release the turn of this thread, if it has it, while the block waits."""
-        has_turn = True
-        try:
-            self._turn.release()
-        except RuntimeError:
-            has_turn = False
-        try:
+        with contextlib.ExitStack() as turn:
+            with contextlib.suppress(RuntimeError):  # this thread does not have it
+                self._turn.release()
+                turn.callback(self._turn.acquire)
             yield
-        finally:
-            if has_turn:
-                self._turn.acquire()
 
     def _stack(self) -> str:
         """Return the stack of the main thread. The stacks of all threads are written to the log."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +64,9 @@ class ControlServer:
     def __init__(
         self, ip: str, key: bytes, answer: Mapping[str, Callable[..., Any]], orphaned: Callable[[], None] = lambda: None
     ) -> None:
-        self._listener = Listener((ip, 0))
+        self._listener = Listener((ip, 0), family="AF_INET6" if ":" in ip else "AF_INET")
         self._key = key
-        self.address: Any = self._listener.address
+        self.address: Any = self._listener.address[:2]  # an IPv6 address has two more numbers
         self._answer = answer
         self._orphaned = orphaned
         self._lock = threading.Lock()
@@ -139,7 +139,7 @@ class ControlLink:
         """Time of the last message of the process (time.monotonic)."""
         self.alive = True
         self._unanswered_since = math.inf
-        self._connection: Any = Client(address)
+        self._connection: Any = Connection(socket.create_connection(address).detach())
         _set_read_timeout(self._connection, _GREETING_S)
         answer_challenge(self._connection, key)
         deliver_challenge(self._connection, key)

@@ -188,6 +188,9 @@ class WorkerProcess:
                 uses none.
         """
         if shown:
+            torch = sys.modules.get("torch")
+            message = "a module has initialised CUDA on import, before GPUs were assigned; initialise it in setup()"
+            assert torch is None or not torch.cuda.is_initialized(), message
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(shown)
         made: dict[Role, Made] = {}
         for (role, rank), local_ranks in local.items():

@@ -228,7 +228,7 @@ def training(
         has_head: True if the model has an output layer over the vocabulary. Critics and reward models have none.
         sleeps: True if it is moved to host memory while others work.
     """
-    base = _base_bytes(gpu, has_group=ranks > 1)
+    base = _base_bytes(gpu, _groups(config, ranks))
     if size is not None and not has_head:
         size = size.without_head
     trained = _trained(size, config)
@@ -246,9 +246,8 @@ def training(
     # DeepSpeed keeps the gradient buffer of ZeRO 3 between steps; all other gradients are freed after the step.
     keeps_gradients = config.engine == "deepspeed" and config.stage == 3
     freed_gradients = amount_if(not keeps_gradients, resident.gradients)
-    host = resident.host
-    if sleeps:
-        host += resident.weights + resident.gradients - freed_gradients + resident.optimizer
+    moved = resident.weights + resident.gradients - freed_gradients + resident.optimizer
+    host = resident.host + amount_if(sleeps, moved)
     return MemoryEstimate(
         weights=resident.weights,
         gradients=resident.gradients,
@@ -264,11 +263,23 @@ def training(
     )
 
 
-def _base_bytes(gpu: bool, has_group: bool) -> int:
-    """Return the bytes of a process with torch where it computes: on the host, or on a GPU with its communication."""
-    if not gpu:
-        return PROCESS_BYTES["process"]
-    return CONTEXT_BYTES + amount_if(has_group, NCCL_BYTES)
+def _base_bytes(gpu: bool, groups: int) -> int:
+    """Return the bytes of a process with torch where it computes: on the host, or on a GPU with its communication.
+
+    Args:
+        gpu: True if it computes on a GPU.
+        groups: number of process groups over which it sends tensors. Each has buffers of its own, also while the model
+            sleeps.
+    """
+    return CONTEXT_BYTES + groups * NCCL_BYTES if gpu else PROCESS_BYTES["process"]
+
+
+def _groups(config: TrainConfig, ranks: int) -> int:
+    """Return the number of process groups over which a rank sends parameters, gradients or activations."""
+    # An axis of ranks that share sequences or layers comes with the group over which its parts are sharded; that of
+    # experts with the group of the ranks that have the same ones.
+    shared = (config.context > 1) + (config.tensor > 1)
+    return amount_if(ranks > 1, 1 + shared + min(shared, 1) + 2 * min(config.expert - 1, 1))
 
 
 def _pass_bytes(engine: _TrainingMemory, tokens: int, has_head: bool) -> int | None:
@@ -480,7 +491,7 @@ def frozen(
         ranks: number of processes of the role.
     """
     is_whole = layout == "whole"
-    base = _base_bytes(gpu, has_group=ranks > 1 and not is_whole)
+    base = _base_bytes(gpu, groups=amount_if(ranks > 1 and not is_whole, 1))
     if size is None:
         return MemoryEstimate(weights=None, passes=None, base=base)
     size = size if has_head else size.without_head
@@ -523,7 +534,7 @@ def sampling(
     if isinstance(config, PagedRolloutConfig):
         return _vllm(size, config, rows, tokens, device_bytes, gpu)
     width = WIDTH[config.weights_dtype]
-    base = _base_bytes(gpu, has_group=False)
+    base = _base_bytes(gpu, groups=0)
     weights = _weight_bytes(size, width)
     loading = amount_if(gpu, weights)
     if size is None or not size.layers:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from components.models.gpu_lock import gpu_memory_locked
+
 PIECE_BYTES = 2**28
 """Size in bytes of the pieces in which host copies are allocated. torch rounds each pinned allocation up to a power of
 two, so a single large copy could take almost twice its size."""
@@ -32,16 +34,21 @@ class HostCopies:
         """Number of bytes of device memory that were freed."""
         self._device_type = device_type
         self._freed: list[tuple[torch.UntypedStorage, int, list[Tensor]]] = []
-        for tensor in scratch:
-            self._free(tensor, is_needed=False)
-        for tensor in tensors:
-            self._free(tensor, is_needed=True)
-        # torch caches freed memory for itself; other processes can use it only after this call.
-        if device_type == "cuda" and self._freed:
-            torch.cuda.empty_cache()
+        with gpu_memory_locked():
+            for tensor in scratch:
+                self._free(tensor, is_needed=False)
+            for tensor in tensors:
+                self._free(tensor, is_needed=True)
+            # torch caches freed memory for itself; other processes can use it only after this call.
+            if device_type == "cuda" and self._freed:
+                torch.cuda.empty_cache()
 
     def restore(self) -> None:
         """Allocate the device memory again and restore its content."""
+        with gpu_memory_locked():
+            self._restore()
+
+    def _restore(self) -> None:
         for storage, size, copies in self._freed:
             storage.resize_(size)
             content = _content(storage)

@@ -13,6 +13,7 @@ from typing import Any
 
 from components.generate.async_engine import AsyncEngine, Generation, Piece, Request
 from components.generate.config import SamplingConfig
+from components.generate.engine_start import gpu_memory_locked, started
 from components.generate.sampling import request_seeds
 from components.models.response_ends import end_tokens_of
 from components.process.heartbeat import beat
@@ -101,7 +102,7 @@ class AsyncVLLMEngine(AsyncEngine):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         arguments = AsyncEngineArgs(**options.engine_arguments(model_path, config))
-        llm = await asyncio.to_thread(AsyncLLM.from_engine_args, arguments)
+        llm = await asyncio.to_thread(started, AsyncLLM.from_engine_args, arguments)
         options.log_model_runner(llm.vllm_config)
         try:
             await llm.update_weight_version("0")
@@ -186,7 +187,8 @@ class AsyncVLLMEngine(AsyncEngine):
             self._asleep = True
             return 0
         free = sum(await self._llm.collective_rpc("free_bytes"))
-        await self._llm.sleep(level)
+        with gpu_memory_locked():
+            await self._llm.sleep(level)
         self._asleep, self._damaged, self._awake = True, self._damaged or level == 2, set()
         return sum(await self._llm.collective_rpc("free_bytes")) - free
 

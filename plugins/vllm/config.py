@@ -94,8 +94,7 @@ class VLLMRolloutConfig(PagedRolloutConfig):
             return (
                 f"vLLM takes temperatures of 0, or from {VLLM_MIN_TEMPERATURE} to {VLLM_MAX_TEMPERATURE}, not {odd[0]}"
             )
-        config = text_config(Path(model_path).expanduser())
-        return load_fault(config, bool(gpus))
+        return load_fault(text_config(Path(model_path).expanduser()), bool(gpus))
 
     @classmethod
     def advantage(cls, gpus: int, model_path: str) -> str:
@@ -137,5 +136,4 @@ def head_fault(config: Mapping[str, Any]) -> str:
         latent = rank + (config.get("qk_rope_head_dim") or 0)
         return "" if latent == CPU_LATENT else f"on a CPU vLLM has a kernel for latents of {CPU_LATENT}, not {latent}"
     size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    sizes = ", ".join(map(str, CPU_HEADS))
-    return "" if size in CPU_HEADS else f"on a CPU vLLM has kernels for attention heads of {sizes}, not {size}"
+    return "" if size in CPU_HEADS else f"on a CPU vLLM has kernels for heads of {str(CPU_HEADS)[1:-1]}, not {size}"

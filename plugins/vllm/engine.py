@@ -21,6 +21,7 @@ import torch.distributed as dist
 from components.batch import Batch
 from components.generate.config import SamplingConfig
 from components.generate.engine import Completions, RolloutEngine
+from components.generate.engine_start import started, undisturbed
 from components.generate.times import GenerationTimes
 from components.models.response_ends import end_tokens_of
 from components.process.heartbeat import beat
@@ -60,7 +61,7 @@ class VLLMRolloutEngine(RolloutEngine):
         with torch.random.fork_rng():
             from vllm import LLM
 
-            self._llm: Any = LLM(**options.engine_arguments(model_path, self.config))
+            self._llm: Any = started(LLM, **options.engine_arguments(model_path, self.config))
         torch.set_num_threads = set_num_threads
         torch.set_default_dtype(dtype)
         options.log_model_runner(self._llm.llm_engine.vllm_config)
@@ -170,7 +171,7 @@ class VLLMRolloutEngine(RolloutEngine):
 
     def _sleep(self, level: int) -> int:
         free = sum(self._llm.collective_rpc("free_bytes"))
-        self._llm.sleep(level=level)
+        undisturbed(self._llm.sleep, level=level)
         self._awake = set()
         return sum(self._llm.collective_rpc("free_bytes")) - free
 

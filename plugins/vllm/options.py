@@ -29,7 +29,7 @@ from components.batch import Batch
 from components.generate.config import SamplingConfig
 from components.generate.engine import Completions, limits
 from components.generate.sampling import request_seeds
-from components.models.device import compute_device
+from components.models.device import check_gpus
 from components.models.disk.meta_model import meta_model
 from components.models.gpu_share import free_share, gpu_memory
 from components.registry import find, module_of
@@ -57,7 +57,8 @@ def prepare_process(config: VLLMRolloutConfig, in_process: bool) -> None:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ValueError("vLLM is not installed; run bash scripts/setup.sh vllm, or choose the engine hf")
-    compute_device()
+    # Without `compute_device`, which would create a CUDA context of 0.5 GB beside those of vLLM's processes.
+    check_gpus()
     for name, value in {
         # On a CPU vLLM warns about settings that are intended here.
         "VLLM_LOGGING_LEVEL": "WARNING" if torch.cuda.is_available() else "ERROR",
@@ -166,7 +167,7 @@ def positions_of(model_path: str | Path, config: VLLMRolloutConfig) -> int | Non
     """Return the maximum number of tokens of prompt and completion together: the smaller of `max_model_len` and the
     model's number of positions, or None if neither is known.
     """
-    positions: int | None = model_config(model_path).get("max_position_embeddings")
+    positions: Any = model_config(model_path).get("max_position_embeddings")
     return min(filter(None, (positions, config.max_model_len)), default=None)
 
 
@@ -234,12 +235,11 @@ def requests(prompts: Batch, sampling: SamplingConfig, end_tokens: Sequence[int]
     seeds = request_seeds(
         sampling.seed, sampling.step, prompts["prompt_id"], prompts["sample_id"], position_B=prompts.lengths
     )
-    rows = [{"prompt_token_ids": tokens} for tokens in prompts.lists("tokens")]
     limit_B = limits(prompts, sampling).tolist()
     parameters = [
         sampling_parameters(sampling, int(seed), limit, end_tokens) for seed, limit in zip(seeds, limit_B, strict=True)
     ]
-    return rows, parameters
+    return [{"prompt_token_ids": tokens} for tokens in prompts.lists("tokens")], parameters
 
 
 def drawn_logprobs(output: Any) -> list[float]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import pickle
+import select
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from components.generate.engine_start import ENGINE_PID
 from components.models.device import peak_gpu_memory
 from components.models.layer_marks import marked
 from components.weights.digest import Digests
@@ -50,6 +56,7 @@ class WeightReceiver:
         Raises:
             RuntimeError: vLLM did not load all weights of the version.
         """
+        end_with_engine()
         handle: WeightHandle = pickle.loads(pickled)
         digests = Digests()
         errors: list[Exception] = []
@@ -109,3 +116,20 @@ class WeightReceiver:
         method = getattr(head, "quant_method", None)
         if method is not None and not next(self.model_runner.model.parameters()).is_cuda:
             method.process_weights_after_loading(head)
+
+
+@functools.cache
+def end_with_engine() -> None:
+    """End this process as soon as the process that started the engine ends, even if this one waits in a collective.
+
+    Does nothing if vLLM runs in that process.
+    """
+    pid = int(os.environ.get(ENGINE_PID, os.getpid()))
+    if pid != os.getpid():
+        threading.Thread(target=_end_after, args=(os.pidfd_open(pid),), daemon=True).start()
+
+
+def _end_after(process: int) -> None:
+    """Kill this process once another one, given by a descriptor, has ended."""
+    select.select([process], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)

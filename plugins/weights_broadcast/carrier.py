@@ -20,7 +20,6 @@ import itertools
 import json
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.models.device import compute_device
+from components.net.listening import listen_at
 from components.process.heartbeat import beat
 from components.weights.bucket_sizes import SENT_BYTES
 from components.weights.buckets import Piece, pieces_of
@@ -120,8 +120,8 @@ class Broadcaster:
             arrival_seconds: maximum number of seconds until the last reader has arrived.
         """
         host = host or os.environ.get("MASTER_ADDR", "127.0.0.1")
-        listening = socket.create_server((socket.gethostbyname(host), 0))
-        self._address: tuple[str, int] = listening.getsockname()
+        listening = listen_at(host)
+        self._address: tuple[str, int] = listening.getsockname()[:2]
         store = _store(self._address, timeout_seconds, listening.detach())
         store.set("size", str(readers + 1))
         self._member = _Member(store, 0, readers + 1, device, timeout_seconds)
@@ -352,6 +352,8 @@ class _Member:
         store = c10d.PrefixStore(f"group {group}", self.store)
         try:
             if self.device.type == "cuda":
+                # The current device belongs to a thread and is 0 at its start.
+                torch.cuda.set_device(self.device)
                 options = c10d.ProcessGroupNCCL.Options()
                 options._timeout = self._timeout
                 with _blocking_wait():

@@ -35,6 +35,7 @@ from components.weights.filling import WHOLE, BucketFiller, SliceJoiner, finish_
 from components.weights.publisher import WeightHandle
 from components.weights.sending import SendingCarrier
 from components.weights.verification import TensorDigests
+from plugins.weights_ipc.segments import allocator_settings, are_expandable, fixed_segment
 
 _DEVICE = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
 REPLACEMENT_S = 5.0
@@ -127,6 +128,9 @@ class BucketSender:
         """Connections of the readers that have not ended."""
         self._has_sent = False
         self._failures = 0
+        if device.type == "cuda" and are_expandable():
+            text = "weights: torch's allocator is set to %s; the buckets for CUDA IPC are allocated in fixed segments"
+            _log.warning(text, allocator_settings())
         self._path = _socket_of(folder, device)
         self._newest = _newest_of(self._path)
         self._remove_files()
@@ -244,6 +248,13 @@ class _Transfer(BucketFiller):
         """True for each bucket that the readers have mapped."""
         self._unconfirmed = [False, False]
         """True for each bucket that the readers have not confirmed yet. They confirm in the order of sending."""
+        self._pools: list[Any] = []
+        """Memory pools of the buckets, which are kept as long as the buckets."""
+
+    def _new_bucket(self) -> Tensor:
+        with fixed_segment() as pool:
+            self._pools.append(pool)
+            return super()._new_bucket()
 
     def send(self) -> None:
         """Send the readers the table of the bucket, and a handle if its memory is new."""

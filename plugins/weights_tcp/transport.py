@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from components.net.listening import listen_at
 from components.weights.buckets import Piece, pieces_of
 from components.weights.folder import OpenVersion, prove
 from components.weights.transport import RemoteVersion, VersionServer, WeightTransport
@@ -54,7 +55,7 @@ class WeightServer(VersionServer):
     ) -> None:
         """
         Args:
-            host: address to bind to, as the readers reach it: an IPv4 address, or a host name of one.
+            host: address to bind to, as the readers reach it, or a host name of it.
             token: token that readers must prove to have.
             find: opens a version; returns None if it was deleted.
             timeout_seconds: timeout of each bucket.
@@ -62,8 +63,9 @@ class WeightServer(VersionServer):
         self._token = token
         self._find = find
         self._timeout_seconds = timeout_seconds
-        self._listening = socket.create_server((socket.gethostbyname(host), 0))
-        self.address: tuple[str, int] = self._listening.getsockname()
+        self._listening = listen_at(host)
+        # An IPv6 address has two more numbers.
+        self.address: tuple[str, int] = self._listening.getsockname()[:2]
         self._transfers: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._serve, name="weight-server", daemon=True)
         self._thread.start()

@@ -33,7 +33,7 @@ from ray.cluster_utils import Cluster
 from core import JobBuilder, JobError, RLJobBuilder, RoleGroup
 from core.context import current
 
-node = {"num_cpus": 8, "num_gpus": 4, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+node = {"num_cpus": 8, "num_gpus": 12, "include_dashboard": False, "object_store_memory": 80 * 2**20}
 cluster = Cluster(initialize_head=True, head_node_args=node)
 cluster.add_node(**node)
 ray.init(address=cluster.address, log_to_driver=False)
@@ -49,6 +49,13 @@ with builder.build().running("nodes"):
     placements["rollout"] = RoleGroup("rollout").call("place").result()
     placements["plain"] = RoleGroup("plain").call("place").result()
     placements["sums"] = RoleGroup("actor").call("sum_of_ranks").result()
+
+builder = RLJobBuilder().device_type("GPU").device_per_node(11)
+builder.actor("workers.Where").resource(cpu=0.5, accelerator=11)
+builder.rollout("workers.Where").resource(cpu=0.5, accelerator=11)
+builder.with_collocation("actor", "rollout")
+with builder.build().running("eleven"):
+    placements["eleven"] = RoleGroup("rollout").call("place").result()
 
 builder = JobBuilder().device_type("CPU")
 builder.role("apart").train("workers.Place").nnodes(2).nproc_per_node(2).resource(cpu=1)
@@ -121,6 +128,11 @@ def test_an_engine_of_two_devices_and_its_replacement_see_the_devices_of_two_ran
             pair = ranks[2 * i : 2 * i + 2]
             assert [(engine["node"], device) for device in sorted(engine["devices"].split(","))] == pair
     assert places["rollout"][1]["pid"] != places["replaced"][1]["pid"]
+
+
+def test_devices_that_another_role_has_reserved_are_shown_in_the_order_of_their_numbers(placements: Placements) -> None:
+    # Sorted as text, 10 would come after 1, and a rank would get the device of another one.
+    assert [place["devices"] for place in placements["eleven"]] == ["0,1,2,3,4,5,6,7,8,9,10"]
 
 
 def test_ranks_with_nnodes_2_are_on_two_machines_even_if_one_has_room_for_all(placements: Placements) -> None:

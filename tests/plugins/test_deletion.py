@@ -26,6 +26,7 @@ NAMED_BY: dict[str, list[str]] = {
     "assumed_machines": ["grpo", "assume_devices=8x2"],
     "chat_templates": ["grpo", "model.template_arguments={thinks: false}"],
     "dry_run": ["grpo", "dry_run=true"],
+    "environment": ["grpo", "placement.interface=eth1"],
     "dynamic_sampling": ["grpo", "algorithm.filter_range=[0.0,1.0]"],
     "fsdp": ["grpo", "train.engine=fsdp", "train.zero_stage=2"],
     "loss_correction": ["grpo", "algorithm.correction=tis"],

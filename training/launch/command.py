@@ -163,6 +163,8 @@ class Command(ABC, Generic[C]):
                 if choose := find(PLAN, CHOICES):
                     plan = choose(plan, requested, lambda changed: self.plan(changed, line))
                 plan.absent = absent
+                if prepare_workers := find("job environment", "workers"):
+                    plan.notes = [*plan.notes, *prepare_workers(plan.job, plan.config)]
                 plan.notes = [*line.notes, *(line.renamed(note) for note in plan.notes)]
                 if requested.print_config:
                     plan.print_config(requested, line.named)

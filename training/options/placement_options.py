@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from components.ranges import Count
-from training.options.schema import Options
+from components.registry import require
+from training.options.schema import Options, errors_of, of_plugin
 
 
 @dataclass(kw_only=True)
@@ -20,6 +22,9 @@ class PlacementOptions(Options, group="placement"):
     colocate: bool = True
     """Share the same devices among all roles, which then run one after the other. false gives each role devices of its
     own, and roles run concurrently where the algorithm allows it."""
+    interface: str = of_plugin("environment", "")
+    """Network interface of every machine for collectives, rendezvous and weights, such as eth1. Default: the interface
+    with the address by which Ray reaches the machine."""
     actor_nodes: Count | None = None
     """Number of machines for the ranks of the policy. The other roles use the remaining machines. Default: all
     machines, for all roles."""
@@ -41,6 +46,12 @@ class PlacementOptions(Options, group="placement"):
     training and they do not fit in memory together."""
     learners_sleep: bool = False
     """Move actor and critic to host memory while responses are generated."""
+
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from super().faults()
+        if self.interface:
+            yield from errors_of("", require, "job environment", "workers", f"placement.interface={self.interface}")
 
     @property
     def shares_devices(self) -> bool:
@@ -73,6 +84,13 @@ class PlacementOptions(Options, group="placement"):
         """
         actor_nodes = self.actor_nodes or self.nodes
         self._check_nodes(actor_nodes, gpus)
+        most = self.devices_per_node or gpus
+        if gpus and tensor_parallel > most:
+            raise ValueError(
+                f"rollout.tensor_parallel={tensor_parallel}, but a machine has {most} GPUs, and an engine cannot span "
+                f"machines: all its processes start on the machine of its role. Set at most {most}; a model that does "
+                "not fit then may fit with rollout.vllm.quantization=fp8"
+            )
         actor_ranks, other_devices = self._shares(self.devices_per_node or gpus, groups)
         if gpus and self.colocate:
             other_devices = actor_ranks  # each rank shares its GPU with one instance of the other roles

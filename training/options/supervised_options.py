@@ -10,13 +10,14 @@ from components.data.mixture import Note, mixer, source_names
 from components.data.sources import check_sources, is_drawn
 from components.models.attention import choose_attention
 from components.ranges import Count, CountFromZero
+from components.registry import require
 from components.train.config import TrainConfig
 from training.options.checkpoint_options import CheckpointOptions
 from training.options.log_options import LogOptions
 from training.options.model_options import ModelOptions
 from training.options.parallel_options import ParallelOptions
 from training.options.run_options import RunOptions, Seed, Steps
-from training.options.schema import Options, active_when, at_home, errors_of, idle_options, without_effect
+from training.options.schema import Options, active_when, at_home, errors_of, idle_options, of_plugin, without_effect
 from training.options.train_options import LearnerOptions
 
 if TYPE_CHECKING:
@@ -125,8 +126,17 @@ class RanksOptions(Options, group="placement"):
 
     nodes: Count = 1
     """Number of machines."""
+    interface: str = of_plugin("environment", "")
+    """Network interface of every machine for collectives, rendezvous and weights, such as eth1. Default: the interface
+    with the address by which Ray reaches the machine."""
     ranks_per_node: Count | None = None
     """Number of training processes on each machine. Default: one per GPU, or 1 without GPUs."""
+
+    def faults(self) -> Iterator[str]:
+        """See `Options.faults`."""
+        yield from super().faults()
+        if self.interface:
+            yield from errors_of("", require, "job environment", "workers", f"placement.interface={self.interface}")
 
     @property
     def ranks(self) -> int:

@@ -1,11 +1,13 @@
 """An engine waits for others to free the memory of its GPUs, and takes what is free."""
 
 import logging
+import os
 import re
+from pathlib import Path
 
 import pytest
 
-from components.models.gpu_share import free_share, memory_by_uuid
+from components.models.gpu_share import free_share, gpu_memory, memory_of
 from components.train.memory_sizes import CONTEXT_BYTES
 from tests.messages import says
 
@@ -47,6 +49,28 @@ def test_an_engine_requests_its_full_share_if_vllm_gives_the_better_error(readin
     assert free_share(0.9, readings, within_s=0.0) == 0.9
 
 
-def test_output_of_nvidia_smi_is_parsed_by_uuid_in_mebibytes() -> None:
-    shown = "GPU-1a2b, 1024, 81559\nGPU-3c4d, 0, 81559\nMIG-5e6f, [N/A], [N/A]\n\n"
-    assert memory_by_uuid(shown) == {"1a2b": (2**30, 81559 * 2**20), "3c4d": (0, 81559 * 2**20)}
+SHOWN = "0, GPU-1a2b, 1024, 81559\n1, GPU-3c4d, 0, 81559\n10, GPU-5e6f, 512, 81559\n2, MIG-7a8b, [N/A], [N/A]\n\n"
+
+
+@pytest.mark.parametrize(
+    ("visible", "free"),
+    [
+        (None, [1024, 0, 512]),
+        ("10,0", [512, 1024]),
+        ("1", [0]),
+        ("GPU-5e, GPU-1a2b", [512, 1024]),
+        ("2,", []),
+        ("", []),
+    ],
+)
+def test_the_memory_of_gpus_is_read_in_the_order_of_cuda_visible_devices(visible: str | None, free: list[int]) -> None:
+    assert memory_of(SHOWN, visible) == [(mib * 2**20, 81559 * 2**20) for mib in free]
+
+
+def test_reading_the_memory_of_gpus_creates_no_cuda_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf %s '{SHOWN}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "10,0,1")
+    assert gpu_memory(2) == [(512 * 2**20, 81559 * 2**20), (1024 * 2**20, 81559 * 2**20)]

@@ -21,8 +21,9 @@ KEY = b"k" * 32
 PATIENCE_S = 60.0
 
 
-def test_messages_sent_before_the_master_connects_are_queued() -> None:
-    server = ControlServer("127.0.0.1", KEY, {"status": lambda: Status("sorting", 5.0, 5.0, 7)})
+@pytest.mark.parametrize("ip", ["127.0.0.1", "::1"])
+def test_messages_sent_before_the_master_connects_are_queued(ip: str) -> None:
+    server = ControlServer(ip, KEY, {"status": lambda: Status("sorting", 5.0, 5.0, 7)})
     server.send("say", "early")
     link = ControlLink(server.address, KEY)
     deadline = time.monotonic() + PATIENCE_S
@@ -172,7 +173,7 @@ def test_a_call_without_progress_counts_as_hung_and_the_driver_only_if_all_other
     trainer = watch.processes[0]
 
     def stalled(limit: float) -> dict[str, str]:
-        return {host.plan.name: why for host, why in watch.stalled(limit, [trainer], all_up=True)}
+        return {host.plan.name: why for host, why in watch.stalled(limit, [trainer], have_all_started=True)}
 
     links["TRAINER-0"].status = Status("TRAINER.run", 900.0, 900.0, 7)
     links["ACTOR-0"].status = Status("ACTOR.double", 700.0, 70.0, 7)

@@ -300,3 +300,13 @@ def test_a_process_with_two_uses_holds_the_memory_of_both() -> None:
     both = together(MemoryEstimate(weights=1, optimizer=2, passes=5), MemoryEstimate(weights=10, cache=20, passes=3))
     assert (both.weights, both.optimizer, both.cache, both.passes) == (11, 2, 20, 5)
     assert together(MemoryEstimate(weights=None), MemoryEstimate(weights=1)).weights is None
+
+
+@pytest.mark.parametrize(
+    ("axes", "ranks", "groups"),
+    [({}, 1, 0), ({}, 4, 1), ({"tensor": 2}, 4, 3), ({"context": 2, "tensor": 2}, 8, 4), ({"expert": 2}, 4, 3)],
+)
+def test_each_process_group_of_nccl_has_buffers_of_its_own(axes: dict[str, int], ranks: int, groups: int) -> None:
+    config = TrainConfig(engine="fsdp", zero_stage=3, **axes)
+    need = training(None, config, ranks, tokens=16, gpu=True)
+    assert need.base == CONTEXT_BYTES + groups * NCCL_BYTES

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from components.generate.config import SamplingConfig
@@ -20,8 +21,9 @@ from components.generate.hf_engine import HFRolloutEngine
 from components.weights.carrier import CarrierSetting
 from components.weights.digest import digest
 from components.weights.publisher import WeightHandle, read_weights
-from plugins.weights_broadcast.carrier import ATTEMPTS, BroadcastCarrier, Broadcaster, read_broadcast
+from plugins.weights_broadcast.carrier import ATTEMPTS, BroadcastCarrier, Broadcaster, _Member, read_broadcast
 from tests.components.generate.test_hf_engine import completions, named_weights, some_prompts
+from tests.components.helpers.fake_gpus import FakeGPUs
 from tests.components.helpers.ranks import FORKS
 from tests.plugins.weights_ipc.test_carrier import BUCKET_BYTES, CPU, weights
 
@@ -256,3 +258,26 @@ def test_every_part_of_a_vllm_engine_is_a_reader(tmp_path: Path, monkeypatch: py
         expected.append(answers_of(alone.generate(uneven_prompts(8), SamplingConfig(max_new_tokens=8))))
         alone.close()
     assert received == expected
+
+
+def test_the_group_is_created_on_the_gpu_of_the_rank_although_threads_start_on_gpu_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus = FakeGPUs(monkeypatch, count=4)
+
+    class RecordedGroup:
+        """Stand-in for a group of NCCL, which is created on the current device of the thread."""
+
+        class Options:
+            _timeout: Any = None
+
+        def __init__(self, *_: Any) -> None:
+            # torch reads the variable in the constructor, and only groups with it raise an error on a timeout.
+            assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+            raise RuntimeError(f"created on GPU {gpus.current()}")
+
+    c10d: Any = dist
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", RecordedGroup, raising=False)
+    member = _Member(c10d.HashStore(), 0, 1, torch.device("cuda", 3), timeout_seconds=20)
+    with pytest.raises(RuntimeError, match="created on GPU 3"):
+        member.join(1)

@@ -179,3 +179,14 @@ def test_a_hanging_or_dead_publisher_raises_an_error_within_the_timeout(tmp_path
         list(reader)
     with pytest.raises(ConnectionError, match=says(port_of(handle), "5 s")):
         next(read_weights(handle, timeout_seconds=5))
+
+
+def test_versions_are_served_at_an_ipv6_address(tmp_path: Path) -> None:
+    publisher = WeightPublisher(tmp_path / "w", serve=True, host="::1", timeout_seconds=60)
+    handle = publisher.publish(1, some_weights().items())
+    assert handle.address is not None and handle.address[0] == "::1"
+    received = dict(read_weights(elsewhere(handle)))
+    assert {name: digest(tensor) for name, tensor in received.items()} == {
+        name: digest(tensor) for name, tensor in some_weights().items()
+    }
+    publisher.close()
