@@ -78,6 +78,8 @@ def answer(unknown: str, options: Mapping[str, str], recipe: str, others: Collec
     for name in longer:
         if advice := _of_table(name, written, options):
             return advice
+    if advice := _of_unknown_group(written, options, others):
+        return advice
     group = f"{written.partition('.')[0]}."
     has_group = any(name.startswith(group) for name in (*options, *others))
     if not has_group and (advice := _of_other_recipes([written], recipe)):
@@ -122,6 +124,22 @@ def _of_table(name: str, written: str, options: Mapping[str, str]) -> str:
     if namesakes:
         return f"; did you mean {' or '.join(map(repr, namesakes))}?"
     return ""
+
+
+def _of_unknown_group(written: str, options: Collection[str], others: Collection[str]) -> str:
+    """Return the advice for `data.adarft.beta` if the other system has keys of `data`, but no group `data.adarft`."""
+    group = written.rpartition(".")[0]
+    top = f"{group.partition('.')[0]}."
+    names = [*options, *others]
+    is_known = "." not in group or any(name.startswith(f"{group}.") for name in names)
+    # A group with a typo is close to the right one.
+    is_near = bool(difflib.get_close_matches(written, names, n=1, cutoff=_TYPO))
+    if is_known or is_near or not any(name.startswith(top) for name in others):
+        return ""
+    return (
+        f": no option begins with {group}; if a fork or another recipe has it, add its algorithm to a copy of this "
+        "recipe (docs/variants.md), or leave it out"
+    )
 
 
 def _of_other_recipes(meant: Sequence[str], recipe: str) -> str:

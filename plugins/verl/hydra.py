@@ -59,12 +59,15 @@ def with_config_file(arguments: Sequence[str]) -> list[str]:
 
 
 def plain_arguments(arguments: Sequence[str]) -> list[str]:
-    """Convert Hydra's syntax to that of `load_config`: remove + before keys, add blanks in mappings, and replace
-    --config-path and --config-name by the file, if it exists.
+    """Convert Hydra's syntax to that of `load_config`: remove + before keys, set keys after ~ to null, add blanks in
+    mappings, and replace --config-path and --config-name by the file, if it exists.
     """
     plain = list[str]()
     for argument in with_config_file(arguments):
         key, equals, value = argument.lstrip("+").partition("=")
+        if key.startswith("~"):  # Hydra deletes the key, with or without naming its value
+            plain.append(f"{key[1:]}=null")
+            continue
         if len(value) > 1 and value[0] in "'\"" and value.find(value[0], 1) == len(value) - 1:
             value = value[1:-1]  # quotes that the shell has not removed
         if value.startswith(("{", "[{")) and not {"'", '"'} & set(value):  # Hydra also accepts {a:1}

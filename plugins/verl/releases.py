@@ -35,6 +35,7 @@ def read_releases(keys: Computed) -> None:
     if "trainer.ref_update_freq" in keys.names:
         keys.notes.append("trainer.ref_update_freq moves the reference; the loss of the spin recipe is not here")
     read_fully_async(keys)
+    read_final_rates(keys)
     read_megatron_lora(keys)
     read_distillation(keys)
 
@@ -73,6 +74,18 @@ def read_fully_async(keys: Computed) -> None:
     keys.put("asynchronous.queue_size", math.ceil(stale), "async_training.staleness_threshold")
     if stale and keys.get("async_training.partial_rollout"):
         keys.put("asynchronous.partial_rollout", True, "async_training.partial_rollout")
+
+
+def read_final_rates(keys: Computed) -> None:
+    """Set the final learning rate from Megatron's `optim.min_lr`, an absolute rate."""
+    for group, owner in (("train", ACTOR), ("critic", "critic")):
+        key = f"{owner}.optim.min_lr"
+        if (rate := keys.get(key)) is None:
+            continue
+        if keys.option(f"{group}.lr_scheduler", "constant") == "constant":
+            keys.idle("the learning rate is constant after the warm-up", key)
+        elif peak := keys.option(f"{group}.learning_rate"):
+            keys.put(f"{group}.min_lr_ratio", rate / peak, key)
 
 
 def read_megatron_lora(keys: Computed) -> None:

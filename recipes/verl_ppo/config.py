@@ -323,7 +323,7 @@ class VerlPPOConfig(PPORunOptions):
         size = self.step_size
         if self.needs_critic:
             yield from self.parallel.combination_faults(self.critic)
-        if self.step_size % self.size_of("critic"):
+        if self.critic.mini_batch_size and self.step_size % self.critic.mini_batch_size:
             yield f"critic.mini_batch_size={self.critic.mini_batch_size} does not divide a step's {size}; set a divisor"
         if self.samples_per_prompt < 2 and (options.estimator in ("grpo_passk", "gdpo") or options.dynamic_sampling):
             yield (

@@ -94,7 +94,7 @@ class VerlCommand(PolicyCommand[VerlPPOConfig]):
 
     def words(self, arguments: list[str]) -> list[str]:
         """Convert Hydra's syntax to that of `load_config`."""
-        return plain_arguments(arguments)
+        return plain_arguments(super().words(arguments))
 
     def resolved(self, requested: VerlPPOConfig) -> VerlPPOConfig:
         """See `PolicyCommand.resolved`. bfloat16 is used on GPUs only."""

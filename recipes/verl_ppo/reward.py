@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from components.registry import load
-from components.rewards.code import PREDICTION
+from components.registry import find, load
+from components.rewards.code import PREDICTION, RewardCode
 from components.rewards.score_functions import ScoreCode, ScoreFunction, default_functions
 from components.rewards.workers import WorkerReward
 
@@ -56,6 +56,13 @@ def score_code(config: VerlPPOConfig) -> ScoreCode:
     )
 
 
+def reward_code(code: ScoreCode) -> RewardCode:
+    """Return the code that runs in child processes. The user's file may import verl's reward functions there."""
+    made = code.reward_code()
+    provide = find("reward code", "verl")
+    return provide(made) if provide and code.path else made
+
+
 def check_rewards(config: VerlPPOConfig, *parts: Sequence[Mapping[str, Any]]) -> None:
     """Check that the reward function can be loaded and suits the rows of each part of the data.
 
@@ -88,7 +95,7 @@ def try_function(config: VerlPPOConfig, rows: Mapping[str, Sequence[Mapping[str,
         }
     option = f"reward.source={code.spec}"
     try_code = load("reward trial", "code", option)
-    return try_code(code.reward_code(), option, rows, config.reward.settings())
+    return try_code(reward_code(code), option, rows, config.reward.settings())
 
 
 def check_sources(code: ScoreCode, sources: Iterable[str]) -> None:
@@ -138,7 +145,7 @@ class RewardManager:
         self._info = info
         self._workers = None
         if not config.agent.gives_rewards:
-            self._workers = WorkerReward(self._code.reward_code(), config.reward.settings())
+            self._workers = WorkerReward(reward_code(self._code), config.reward.settings())
 
     def __call__(self, samples: "Batch", step: int = 0) -> "Batch":
         """Compute the rewards of B responses.

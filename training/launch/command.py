@@ -93,7 +93,8 @@ class Command(ABC, Generic[C]):
 
     def words(self, arguments: list[str]) -> list[str]:
         """Translate arguments in the syntax of another system to those of `CommandLine`."""
-        return arguments
+        is_pasted = bool(arguments) and "=" not in arguments[0] and not arguments[0].startswith("-")
+        return (find("command line", "pasted") or list)(arguments) if is_pasted else arguments
 
     def idle_presets(self, line: CommandLine[C]) -> dict[str, str]:  # noqa: ARG002 - for a subclass
         """Return the options of gpu.yaml that conflict with the requested options, each with the reason."""
@@ -123,9 +124,8 @@ class Command(ABC, Generic[C]):
         elif self.takes_gpu_preset(line):
             options = Vocabulary.from_schema(self.schema).read_file(self.folder / "gpu.yaml")
             idle = self.idle_presets(line)
-            taken = [option for option in options if option.name not in idle]
-            line.start_from(taken)
-            values = " ".join(f"{option.name}={option.value}" for option in taken)
+            line.start_from([option for option in options if option.name not in idle])
+            values = " ".join(f"{option.name}={option.value}" for option in options if option.name not in idle)
             line.notes.append(f"on GPUs, gpu.yaml of the recipe sets the options that you do not set: {values}")
             left = [option.name for option in options if option.name in idle]
             line.notes += [f"{name} of gpu.yaml is left out: {idle[name]}" for name in left]

@@ -12,6 +12,7 @@ from plugins.option_help.synonyms import answer, synonyms
 from recipes.grpo.config import GRPOConfig
 from recipes.multi_turn.config import MultiTurnConfig
 from recipes.reinforce_pp.config import ReinforceConfig
+from recipes.verl_ppo.config import VerlPPOConfig
 from tests.messages import says
 from tests.recipe_copies import RECIPES
 from training.options.adapter import WrittenOption
@@ -336,6 +337,13 @@ def test_the_error_for_a_typing_error_gives_the_nearest_option() -> None:
     assert "'rollout.temperature'" in fault(GRPOConfig, "rollout.temprature")
     assert "samples_per_prompt" in fault(GRPOConfig, "num_generatoins")
     assert "--help" in fault(GRPOConfig, "nonsense_of_mine")
+
+
+def test_a_key_of_a_fork_is_not_answered_with_a_similar_name() -> None:
+    message = fault(VerlPPOConfig, "data.adarft.beta")
+    assert "no option begins with data.adarft" in message and "kl_coef" not in message
+    # A typing error in a group is close to a key of verl.
+    assert "'actor_rollout_ref.actor.optim.lr'" in fault(VerlPPOConfig, "actor_rollout_ref.actr.optim.lr")
 
 
 def test_all_unknown_options_are_reported_together() -> None:

@@ -137,3 +137,52 @@ def test_a_command_of_the_spin_recipe_gets_a_note_with_the_loss_used() -> None:
     line = read("+trainer.ref_update_freq=1", "algorithm.kl_ctrl.kl_coef=0.001")
     assert line.config().algorithm.reference_sync_steps == 1
     assert any(re.search(says("ref_update_freq", "loss of the spin recipe"), note) for note in line.notes)
+
+
+def test_a_key_after_a_tilde_is_not_set() -> None:
+    config = read(
+        "data.seed=7", "actor_rollout_ref.actor.optim.lr=1", "~data.seed", "~actor_rollout_ref.actor.optim.lr=1"
+    )
+    config = config.config()
+    assert (config.seed, config.train.learning_rate) == (0, 1e-6)
+
+
+def test_the_final_learning_rate_of_megatron_is_a_share_of_the_peak() -> None:
+    optim = "actor_rollout_ref.actor.optim"
+    cosine = read(f"{optim}.lr=1e-5", f"{optim}.min_lr=1e-6", f"{optim}.lr_decay_style=cosine").config().train
+    assert (cosine.lr_scheduler, cosine.min_lr_ratio) == ("cosine_with_min_lr", pytest.approx(0.1))
+    line = read(f"{optim}.min_lr=1e-6")
+    assert any(re.search(says("no effect", f"{optim}.min_lr", "constant"), note) for note in line.notes)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.actor.megatron.use_mbridge=true",
+        "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method=uniform",
+        "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode=off",
+        "actor_rollout_ref.model.mtp.detach_encoder=true",
+        "actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=fa3",
+        "async_training.checkpoint_engine.enable=true",
+        "actor_rollout_ref.actor.profiler.ranks=[0]",
+    ],
+)
+def test_a_setting_within_a_feature_has_a_note(key: str) -> None:
+    notes = read(key).notes
+    assert any(re.search(says("no effect", key.partition("=")[0]), note) for note in notes), notes
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.freeze_moe_router=true", "weights are trained"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_init=1e-7", "learning rate of 0"),
+        ("actor_rollout_ref.actor.load_weight=false", "always loaded"),
+        ("actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts=3", "sampled once"),
+        ("trainer.v1.trainer_mode=separate_async", "async_training.staleness_threshold"),
+        ("actor_rollout_ref.model.mtp.enable=true", "leave it out"),
+    ],
+)
+def test_a_setting_within_a_feature_that_changes_the_result_is_refused(key: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=says(key.partition("=")[0], reason)):
+        read(key).config()

@@ -1,0 +1,99 @@
+"""Complete commands of OpenRLHF and verl, with launcher and program, are accepted, or refused with a replacement."""
+
+import re
+
+import pytest
+
+from plugins.openrlhf.adapter import train_ppo
+from plugins.pasted_commands.programs import OPENRLHF, OPENRLHF_PROGRAMS, with_program_as_option
+from recipes.dpo.main import main as dpo
+from recipes.openrlhf_ppo.main import main as openrlhf_ppo
+from recipes.verl_ppo.adapter import VERL
+from recipes.verl_ppo.main import COMMAND as VERL_COMMAND
+from tests.messages import says
+from training.options.adapter import WrittenOption
+
+SUBMIT = ["ray", "job", "submit", "--address=http://127.0.0.1:8265", "--no-wait", "--", "python3", "-m"]
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["python3", "-m", "openrlhf.cli.train_sft"], ["openrlhf.cli.train_sft=true"]),
+        (["deepspeed", "../train_dpo.py"], ["openrlhf.cli.train_dpo=true", "launcher=deepspeed"]),
+        (
+            ["torchrun", "-m", "verl.trainer.fsdp_sft_trainer"],
+            ["verl.trainer.fsdp_sft_trainer=true", "launcher=torchrun"],
+        ),
+        ([*SUBMIT, "recipe.dapo.main_dapo"], ["recipe.dapo.main_dapo=true", "launcher=ray job submit"]),
+        (["python3", "recipe/prime/main_prime.py"], ["recipe.prime.main_prime=true"]),
+    ],
+)
+def test_a_launcher_and_a_program_become_options(words: list[str], options: list[str]) -> None:
+    assert with_program_as_option([*words, "--bf16", "a=b"]) == [*options, "--bf16", "a=b"]
+
+
+def test_arguments_without_a_known_program_are_unchanged() -> None:
+    words = ["python3", "my_program.py", "--bf16"]
+    assert with_program_as_option(words) == words
+
+
+def test_a_command_of_ray_is_accepted_and_its_launcher_is_named() -> None:
+    words = VERL_COMMAND.words([*SUBMIT, "verl.trainer.main_ppo", "data.seed=3"])
+    found = VERL.translate([WrittenOption(*word.split("=", 1)) for word in words])
+    assert (found.faults, [(option.name, option.value) for option in found.options]) == ([], [("seed", "3")])
+    assert any(re.search(says("no effect of launcher", "run.sh starts Ray"), note) for note in found.notes)
+
+
+USE: dict[str, str] = {
+    "train_ppo_ray": "recipes/openrlhf_ppo/run.sh",
+    "train_ppo": "recipes/openrlhf_ppo/run.sh",
+    "train_sft": "recipes/sft/run.sh",
+    "train_rm": "recipes/reward_model/run.sh",
+    "serve_rm": "recipes.reward_model.serve",
+    "train_kto": "recipes/dpo",
+    "train_prm": "recipes/reward_model",
+    "train_kd": "algorithm.estimator=distillation",
+    "batch_inference": "vllm run-batch",
+    "interactive_chat": "vllm chat",
+    "lora_combiner": "merge_and_unload",
+}
+"""Program of OpenRLHF -> part of the answer of recipes/dpo, which runs train_dpo."""
+
+
+@pytest.mark.parametrize("program", [name for name in OPENRLHF_PROGRAMS if name != "train_dpo"])
+def test_each_program_of_openrlhf_has_an_answer(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dpo(["python3", "-m", f"{OPENRLHF}.{program}", "model.path=m", "data.path=d"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(says(f"{OPENRLHF}.{program}", USE[program]), line), line
+
+
+def test_the_program_of_a_recipe_is_accepted_by_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for word in (f"{OPENRLHF}.train_ppo_ray", f"{OPENRLHF}.train_ppo"):
+        assert train_ppo().translate([WrittenOption(word, "true")]).faults == []
+    # The first error is about the flags, not about the program.
+    assert openrlhf_ppo(["deepspeed", "train_ppo.py", "--pretrain", "m", "--dataset", "d", "--prompt_data", "d"]) == 2
+    assert re.search(says("dataset", "train_sft"), capsys.readouterr().err.splitlines()[0])
+
+
+@pytest.mark.parametrize(
+    ("program", "facts"),
+    [
+        ("recipe.spin.main_spin", ["recipes/dpo"]),
+        ("recipe.prime.main_prime", ["implicit reward model"]),
+        ("recipe.flowrl.main_flowrl", ["trainer of this recipe"]),
+        ("verl.trainer.fsdp_sft_trainer", ["recipes/sft"]),
+        ("verl.trainer.main_generation", ["vllm run-batch"]),
+        ("verl.model_merger", ["from_pretrained"]),
+    ],
+)
+def test_programs_of_verl_without_a_recipe_name_a_replacement(program: str, facts: list[str]) -> None:
+    (fault,) = VERL.translate([WrittenOption(program, "true")]).faults
+    assert re.search(says(program, *facts), fault)
+
+
+@pytest.mark.parametrize(
+    "program", ["verl.trainer.main_ppo", "recipe.dapo.src.main_dapo", "recipe.entropy.main_entropy"]
+)
+def test_trainers_of_verl_with_the_algorithms_of_the_recipe_are_accepted(program: str) -> None:
+    assert VERL.translate([WrittenOption(program, "true")]).faults == []
