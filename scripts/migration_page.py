@@ -39,6 +39,11 @@ bash recipes/openrlhf_ppo/run.sh                            --pretrain M --rewar
 options of this project (`train.learning_rate`). `--print_config` prints the resulting options, and `--dry_run` prints
 the plan; neither starts anything.
 
+The command may also be pasted as it is, with its launcher and program: `bash recipes/openrlhf_ppo/run.sh ray job submit
+... -- python3 -m openrlhf.cli.train_ppo_ray ...`. The same holds for `train_sft` (recipes/sft), `train_dpo`
+(recipes/dpo) and `train_rm` (recipes/reward_model); `serve_rm` is `python -m recipes.reward_model.serve`. `train_kto`,
+`train_prm`, `train_kd`, `batch_inference`, `interactive_chat` and `lora_combiner` are refused with what to use instead.
+
 A flag is never ignored silently. If a flag is not supported, the command ends with exit code 2, and the error names the
 option to use for every such flag. A flag that has no effect, alone or in combination, is printed at start-up.
 
@@ -101,14 +106,17 @@ bash recipes/verl_ppo/run.sh      algorithm.adv_estimator=grpo data.train_files=
 ```
 
 `run.sh` starts Ray on this machine, or joins the cluster of `RAY_ADDRESS`. `+key=value` and `++key=value` mean
-`key=value`. `--config FILE` reads a YAML file of verl, including `ppo_trainer.yaml`. `${...}` is resolved as in Hydra,
+`key=value`, and `~key` means `key=null`. `--config FILE` reads a YAML file of verl, including `ppo_trainer.yaml`. `${...}` is resolved as in Hydra,
 with the values of the command line. Files that are listed in `defaults` are not read.
 
 Every key maps to an option that all recipes share (`--help all` prints them). You can use both names in one command. If
 keys are not supported, the command ends with exit code 2, and the error gives the reason and the replacement of each. A
-key that changes no results is printed at start-up. The exception are settings within a feature that another key
-switches on, such as `*.megatron.*`, `*.multi_turn.*` and `*.mtp.*`: those without an equivalent here pass without a
-message, and the key that switches the feature on has one. `--dry_run` prints the plan and starts nothing.
+key that changes no results is printed at start-up, also if it is a setting within a feature (`*.megatron.*`,
+`*.multi_turn.*`, `*.mtp.*`). `--dry_run` prints the plan and starts nothing.
+
+The command may be pasted as it is, with its launcher and program: `bash recipes/verl_ppo/run.sh ray job submit ... --
+python3 -m verl.trainer.main_ppo ...`. A trainer that is not here, such as `recipe.prime.main_prime`, is refused with
+what to use instead. A reward file may import `verl.utils.reward_score` without verl.
 
 Batch sizes are verl's: `data.train_batch_size` and `ppo_mini_batch_size` count prompts, over all ranks.
 `..._micro_batch_size_per_gpu` counts sequences on one GPU. The options count responses: `train.mini_batch_size` is

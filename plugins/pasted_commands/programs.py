@@ -23,6 +23,10 @@ OPENRLHF_PROGRAMS = (
     "serve_rm",
 )
 """Programs of OpenRLHF, which were scripts of these names before they were modules."""
+TRAINED = ("train_ppo_ray", "train_ppo", "train_sft", "train_dpo", "train_rm")
+"""Programs of OpenRLHF that a recipe runs. The options of other programs are left out, so that the only message is the
+replacement of the program.
+"""
 LAUNCHERS = {
     "ray": "ray job submit",
     "deepspeed": "deepspeed",
@@ -31,7 +35,7 @@ LAUNCHERS = {
 }
 """First word of a launcher -> its name in messages."""
 _MODULE = re.compile(r"(openrlhf\.cli\.\w+|(verl|recipe)(\.\w+)+)")
-_SCRIPT = re.compile(r"(?:.*/)?((?:verl|recipe)/[\w/]+|\w+)\.py")
+_SCRIPT = re.compile(r"(?:.*?/)??((?:verl|recipe)/[\w/]+|[^/]+)\.py")
 
 
 def with_program_as_option(arguments: Sequence[str]) -> list[str]:
@@ -42,6 +46,8 @@ def with_program_as_option(arguments: Sequence[str]) -> list[str]:
     """
     for place, word in enumerate(arguments):
         if (program := _program(word)) is not None:
+            if program.startswith(OPENRLHF) and program.rpartition(".")[2] not in TRAINED:
+                return [f"{program}=true"]
             names = [LAUNCHERS[word] for word in arguments[:place] if word in LAUNCHERS]
             return [f"{program}=true", *(f"{LAUNCHER}={name}" for name in names[:1]), *arguments[place + 1 :]]
     return list(arguments)

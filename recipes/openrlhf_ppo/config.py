@@ -240,10 +240,12 @@ class PPOConfig(PPORunOptions):
                     f"response; raise it, or lower placement.{role}_ranks"
                 )
         if self.samples_per_prompt < 2 and (algorithm.estimator in GROUPED or algorithm.filter_range):
+            cause = f"algorithm.estimator={algorithm.estimator}"
+            if algorithm.filter_range:
+                cause = "algorithm.filter_range"
             yield (
-                f"algorithm.estimator={algorithm.estimator} with algorithm.filter_range={algorithm.filter_range} "
-                f"compares the responses to one prompt, but samples_per_prompt={self.samples_per_prompt}; set it to 2 "
-                "or more"
+                f"{cause} compares the responses to one prompt, but samples_per_prompt={self.samples_per_prompt}; set "
+                "it to 2 or more"
             )
         if algorithm.overlong_buffer is not None and self.agent.func_path:
             yield "algorithm.overlong_buffer is about one response, not an episode of agent.func_path; unset one"

@@ -160,7 +160,7 @@ def elsewhere(keys: Computed) -> Iterator[str]:
     if name and read_preset and (settings := read_preset(name)) is not None:
         sets = ", ".join(settings) or "nothing of these options"
         keys.notes.append(f"--config-name={name} is not there; verl's own file of this name sets {sets}")
-    elif name and name != "ppo_trainer" and "megatron" not in name:
+    elif name not in ("", "ppo_trainer", "ppo_megatron_trainer"):
         yield f"--config-name={name}: the file is not there, nor one that verl ships; give it with --config FILE"
 
 

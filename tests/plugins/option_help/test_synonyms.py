@@ -343,7 +343,7 @@ def test_a_key_of_a_fork_is_not_answered_with_a_similar_name() -> None:
     message = fault(VerlPPOConfig, "data.adarft.beta")
     assert "no option begins with data.adarft" in message and "kl_coef" not in message
     # A typing error in a group is close to a key of verl.
-    assert "'actor_rollout_ref.actor.optim.lr'" in fault(VerlPPOConfig, "actor_rollout_ref.actr.optim.lr")
+    assert "'train.learning_rate'" in fault(VerlPPOConfig, "actor_rollout_ref.actr.optim.lr")
 
 
 def test_all_unknown_options_are_reported_together() -> None:

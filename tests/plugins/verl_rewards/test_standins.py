@@ -58,7 +58,7 @@ def test_a_reward_file_imports_the_functions_in_the_reward_processes(tmp_path: P
     (tmp_path / "score.py").write_text(FILE)
     code = ScoreCode(path=str(tmp_path / "score.py"))
     response = r"It is \boxed{72}. #### 72"
-    rows = [{"data_source": "openai/gsm8k", "columns": None}]
+    rows = [{"data_source": "openai/gsm8k", "columns": {"extra_info": None}}]
     with WorkerReward(reward_code(code), RewardSettings()) as reward:
         output = reward(["q" + response], ["q"], ["72"], responses=[response], rows=rows)
     assert output.reward_B.tolist() == [1.0]
