@@ -106,8 +106,8 @@ bash recipes/verl_ppo/run.sh      algorithm.adv_estimator=grpo data.train_files=
 ```
 
 `run.sh` starts Ray on this machine, or joins the cluster of `RAY_ADDRESS`. `+key=value` and `++key=value` mean
-`key=value`, and `~key` means `key=null`. `--config FILE` reads a YAML file of verl, including `ppo_trainer.yaml`. `${...}` is resolved as in Hydra,
-with the values of the command line. Files that are listed in `defaults` are not read.
+`key=value`, and `~key` means `key=null`. `--config FILE` reads a YAML file of verl, including `ppo_trainer.yaml`.
+`${...}` is resolved as in Hydra, with the values of the command line. Files that are listed in `defaults` are not read.
 
 Every key maps to an option that all recipes share (`--help all` prints them). You can use both names in one command. If
 keys are not supported, the command ends with exit code 2, and the error gives the reason and the replacement of each. A

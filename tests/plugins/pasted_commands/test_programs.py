@@ -40,10 +40,10 @@ def test_arguments_without_a_known_program_are_unchanged() -> None:
 
 def test_a_command_of_ray_is_accepted_and_its_launcher_is_named() -> None:
     words = VERL_COMMAND.words([*SUBMIT, "verl.trainer.main_ppo", "data.seed=3"])
-    found = VERL.translate([WrittenOption(*word.split("=", 1)) for word in words])
-    assert found.faults == []
-    assert ("seed", "3") in {(option.name, option.value) for option in found.options}
-    assert any(re.search(says("no effect of launcher", "run.sh starts Ray"), note) for note in found.notes)
+    translation = VERL.translate([WrittenOption(*word.split("=", 1)) for word in words])
+    assert translation.faults == []
+    assert ("seed", "3") in {(option.name, option.value) for option in translation.options}
+    assert any(re.search(says("no effect of launcher", "run.sh starts Ray"), note) for note in translation.notes)
 
 
 USE: dict[str, str] = {
