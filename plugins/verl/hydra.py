@@ -64,10 +64,9 @@ def plain_arguments(arguments: Sequence[str]) -> list[str]:
     """
     plain = list[str]()
     for argument in with_config_file(arguments):
+        if argument.startswith("~"):  # Hydra deletes the key, with or without naming its value
+            argument = f"{argument[1:].partition('=')[0]}=null"
         key, equals, value = argument.lstrip("+").partition("=")
-        if key.startswith("~"):  # Hydra deletes the key, with or without naming its value
-            plain.append(f"{key[1:]}=null")
-            continue
         if len(value) > 1 and value[0] in "'\"" and value.find(value[0], 1) == len(value) - 1:
             value = value[1:-1]  # quotes that the shell has not removed
         if value.startswith(("{", "[{")) and not {"'", '"'} & set(value):  # Hydra also accepts {a:1}
