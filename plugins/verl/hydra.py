@@ -63,9 +63,9 @@ def plain_arguments(arguments: Sequence[str]) -> list[str]:
     mappings, and replace --config-path and --config-name by the file, if it exists.
     """
     plain = list[str]()
-    for argument in with_config_file(arguments):
-        if argument.startswith("~"):  # Hydra deletes the key, with or without naming its value
-            argument = f"{argument[1:].partition('=')[0]}=null"
+    # Hydra deletes the key after ~, with or without naming its value.
+    written = [re.sub(r"^~([^=]*).*", r"\1=null", argument) for argument in with_config_file(arguments)]
+    for argument in written:
         key, equals, value = argument.lstrip("+").partition("=")
         if len(value) > 1 and value[0] in "'\"" and value.find(value[0], 1) == len(value) - 1:
             value = value[1:-1]  # quotes that the shell has not removed
