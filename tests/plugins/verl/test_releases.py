@@ -185,3 +185,14 @@ def test_a_setting_within_a_feature_has_a_note(key: str) -> None:
 def test_a_setting_within_a_feature_that_changes_the_result_is_refused(key: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=says(key.partition("=")[0], reason)):
         read(key).config()
+
+
+def test_a_frequency_of_false_switches_the_evaluation_off() -> None:
+    config = read("trainer.test_freq=False", "trainer.save_freq=False").config()
+    assert (config.evaluation.every, config.checkpoint.every) == (-1, -1)
+
+
+def test_a_configuration_file_with_an_unknown_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=says("ppo_megatron_trainer_mine", "--config FILE")):
+        read("--config-name=ppo_megatron_trainer_mine").config()
+    assert read("--config-name=ppo_megatron_trainer.yaml").config().train.engine == "fsdp"
