@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from components.rewards.code import RewardCode
-from components.rewards.score_functions import default_functions, find_function
+from components.rewards.score_functions import ScoreCode, default_functions, find_function
 
 SEARCHED = 300
 """Number of characters at the end of a response in which the result of a GSM8K problem is searched."""
@@ -20,9 +20,12 @@ _RESULT = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
 
 
-def with_standins(code: RewardCode) -> RewardCode:
-    """Return reward code whose file may import verl's reward functions in the processes that run it."""
-    return replace(code, load=partial(_load, code.load))
+def with_standins(code: ScoreCode) -> RewardCode:
+    """Return the code that runs in child processes. A user's file may import verl's reward functions there."""
+    made = code.reward_code()
+    if code.path is None:
+        return made
+    return replace(made, load=partial(_load, made.load))
 
 
 def default_compute_score(

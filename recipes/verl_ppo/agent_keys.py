@@ -44,8 +44,7 @@ def read_agent(keys: Computed) -> None:
     if keys.get(file_key) and not keys.option("agent.func_path") and not (loop == TOOLS and named):
         read_loop_agent(keys, file_key, loop, named)
         return
-    loop_keys = (file_key, f"{ROLLOUT}.agent.tool_parser")
-    keys.idle("agent.func_path runs the episodes, or verl's tool_agent", *loop_keys)
+    keys.idle("agent.func_path runs the episodes, or verl's tool_agent", file_key)
     if loop not in (SINGLE_TURN, TOOLS):
         keys.faults.append(f"{loop_key}={loop}: {AGENTS}")
     if not named:
@@ -111,7 +110,6 @@ def read_loop_agent(keys: Computed, file_key: str, loop: str, named: Mapping[str
         "response_length": response,
         "max_model_len": prompt + response,
         "multi_turn": {"enable": True, **turns},
-        "agent": {"default_agent_loop": loop, "tool_parser": keys.get(f"{ROLLOUT}.agent.tool_parser")},
     }
     policy = {"rollout": rollout, "model": {"path": keys.option("model.path", "")}}
     data = {

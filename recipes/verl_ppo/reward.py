@@ -58,9 +58,7 @@ def score_code(config: VerlPPOConfig) -> ScoreCode:
 
 def reward_code(code: ScoreCode) -> RewardCode:
     """Return the code that runs in child processes. The user's file may import verl's reward functions there."""
-    made = code.reward_code()
-    provide = find("reward code", "verl")
-    return provide(made) if provide and code.path else made
+    return (find("reward code", "verl") or ScoreCode.reward_code)(code)
 
 
 def check_rewards(config: VerlPPOConfig, *parts: Sequence[Mapping[str, Any]]) -> None:
