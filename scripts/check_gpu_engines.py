@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -44,15 +45,18 @@ from check_gpu_parts import (
     policy_loss,
     questions,
     ragged,
+    same_prompts,
     uneven,
 )
+from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM
 
+from components.batch import Batch
 from components.generate.config import HFRolloutConfig, SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
 from components.models.loading import load_policy, without_progress_bars
 from components.models.packing.layout import ComputedTokens
-from components.rl.aggregation import Totals
+from components.rl.aggregation import LossOutput, Totals
 from components.weights.publisher import WeightPublisher
 from plugins.utilisation.utilisation import peak_flops, training_flops
 
@@ -121,26 +125,18 @@ def training(setting: Setting, precision: str) -> Iterator[Row]:
 
 def packing(setting: Setting, precision: str) -> Iterator[Row]:
     """Compare packed sequences with separate ones: log-probabilities, gradients, and independence."""
+    name = f"packing, {precision}"
     batch = uneven(setting).to(setting.device)
     packed, separate = setting.model(precision, packing=True), setting.model(precision)
     with Attentions() as attentions:
-        ours_N = logprobs(packed, batch)
-    ours_N.sum().backward()
-    theirs = []
-    for i in range(len(batch)):
-        theirs.append(logprobs(separate, batch.select([i])))
-        theirs[-1].sum().backward()
-    name = f"packing, {precision}"
+        yield from beside_separate(name, precision, packed, separate, batch)
     names = ", ".join(sorted(attentions.names))
     if setting.on_gpu and precision == "bf16":
         yield inferred(f"{name}: attention", names, "a variable-length kernel", "varlen" in names)
     else:
         yield Row(f"{name}: attention", names)
-    yield apart(f"{name}: log-probabilities beside separate sequences", precision, ours_N, torch.cat(theirs))
-    one, other = gradients(packed), gradients(separate)
-    gap = float((one - other).norm() / other.norm())
-    bar = EXACT if precision == "fp32" else ROUNDED
-    yield inferred(f"{name}: gradient beside separate sequences", f"{gap:.1e}", f"relative < {bar}", gap < bar)
+    shared = same_prompts(setting).to(setting.device)
+    yield from beside_separate(f"{name}, shared prompts", precision, packed, separate, shared)
     first, last = batch.offsets[1:3].tolist()
     changed_N = batch["tokens"].clone()
     changed_N[first:last] = 1
@@ -152,6 +148,23 @@ def packing(setting: Setting, precision: str) -> Iterator[Row]:
     is_other_N[first:last] = False
     leak = float((again_N - base_N)[is_other_N].abs().max())
     yield inferred(f"{name}: one sequence changed", f"the others move by {leak:.1e} nats", "0", leak == 0)
+
+
+def beside_separate(name: str, precision: str, packed: nn.Module, separate: nn.Module, batch: Batch) -> Iterator[Row]:
+    """Compare log-probabilities and gradients of packed sequences with those of separate ones."""
+    packed.zero_grad()
+    separate.zero_grad()
+    ours_N = logprobs(packed, batch)
+    ours_N.sum().backward()
+    theirs = []
+    for i in range(len(batch)):
+        theirs.append(logprobs(separate, batch.select([i])))
+        theirs[-1].sum().backward()
+    yield apart(f"{name}: log-probabilities beside separate sequences", precision, ours_N, torch.cat(theirs))
+    one, other = gradients(packed), gradients(separate)
+    gap = float((one - other).norm() / other.norm())
+    bar = EXACT if precision == "fp32" else ROUNDED
+    yield inferred(f"{name}: gradient beside separate sequences", f"{gap:.1e}", f"relative < {bar}", gap < bar)
 
 
 def rounding(setting: Setting) -> Iterator[Row]:
@@ -279,7 +292,8 @@ def optimizer(setting: Setting, offload: bool) -> Iterator[Row]:
         if setting.on_gpu:
             torch.cuda.synchronize()
         began = time.perf_counter()
-        # The private method, because a training step also includes forward and backward passes.
+        # The private methods, because a training step also includes forward and backward passes.
+        trained._read(torch.zeros(1, dtype=torch.float64, device=setting.device))
         trained._step(1e-6)
         if setting.on_gpu:
             torch.cuda.synchronize()
@@ -291,6 +305,45 @@ def optimizer(setting: Setting, offload: bool) -> Iterator[Row]:
         f"optimizer step, {count / 1e6:.1f} M parameters, adam_offload {'on' if offload else 'off'}",
         f"{took * 1e3:.2f} ms, {count * OPTIMIZER_BYTES / took / 1e9:,.0f} GB/s{peak_memory()}",
     )
+
+
+def waits(setting: Setting) -> Iterator[Row]:
+    """Check the calls in a training step that make the host wait for the GPU. Only the read of the metrics may."""
+    trained: Any = engine(setting, precision="bf16", packing=True, max_tokens=setting.sized(1024, 128))
+    trained.train_step(uneven(setting), policy_loss)
+    step, passes = "training: calls in a step that wait for the GPU", "training: passes that refuse such calls"
+    if not setting.on_gpu:
+        yield from (Row(check, "no GPU") for check in (step, passes))
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            trained.train_step(uneven(setting), policy_loss)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places = [f"{warning.filename}:{warning.lineno}" for warning in caught if "synchroniz" in str(warning.message)]
+    yield inferred(step, ", ".join(places) or "none", "1 at most", len(places) <= 1)
+    # From the first micro-batch on, torch raises an error at such a call, until the engine reads the metrics.
+    read = trained._read
+
+    def refusing(model: nn.Module, batch: Batch, totals: Totals) -> LossOutput:
+        torch.cuda.set_sync_debug_mode("error")
+        return policy_loss(model, batch, totals)
+
+    def read_metrics(values: Tensor) -> list[float]:
+        torch.cuda.set_sync_debug_mode("default")
+        return read(values)
+
+    trained._read = read_metrics
+    error = ""
+    try:
+        trained.train_step(uneven(setting), refusing)
+    except RuntimeError as refused:
+        error = str(refused).partition("\n")[0]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    yield inferred(passes, error or "none", "none", not error)
 
 
 def utilisation(setting: Setting, flops: float) -> str:
@@ -310,6 +363,7 @@ CHECKS: dict[str, list[Check]] = {
     "sleep": [partial(asleep, offload=offload) for offload in (False, True)],
     "generation": [generation],
     "memory": [partial(memory, shape=shape) for shape in SHAPES],
+    "waits": [waits],
     "optimizer": [partial(optimizer, offload=offload) for offload in (False, True)],
     "speed": [
         *(partial(speed, length=length, checkpointing=on) for length in (2048, 8192) for on in (False, True)),

@@ -159,6 +159,16 @@ def uneven(setting: Setting) -> Batch:
     return ragged([max(2, length // setting.sized(1, 8)) for length in lengths], setting.small.vocab_size)
 
 
+def same_prompts(setting: Setting) -> Batch:
+    """Return 3 prompts of 96 tokens with 4 responses each, of 1 to 160 tokens; on a CPU an eighth of that."""
+    prompt = setting.sized(96, 12)
+    responses = [setting.sized(length, max(1, length // 8)) for length in (1, 160, 40, 77)]
+    batch = ragged([prompt + response for response in responses] * 3, setting.small.vocab_size)
+    rows = batch.lists("tokens")
+    rows = [[*rows[i - i % 4][:prompt], *row[prompt:]] for i, row in enumerate(rows)]
+    return batch.with_tokens(tokens=torch.tensor([token for row in rows for token in row]))
+
+
 def questions(setting: Setting, lengths: Sequence[int]) -> Batch:
     """Return prompts of tokens that both models have."""
     ids = {"prompt_id": torch.arange(len(lengths)), "sample_id": torch.zeros(len(lengths), dtype=torch.int64)}

@@ -52,12 +52,12 @@ def test_all_cpu_checks_pass_without_ray_vllm_deepspeed_omegaconf_and_pydantic(t
     assert done.returncode == 0, done.stdout + done.stderr
     verdicts = [row["verdict"] for row in rows(tmp_path, "a").values()]
     assert set(verdicts) == {"ok", "measured"}
-    # Rows: 3 precisions of training with 2 each, 2 kinds of packing with 3 each, 2 of rounding, 2 x 2 temperatures x 2
+    # Rows: 3 precisions of training with 2 each, 2 kinds of packing with 5 each, 2 of rounding, 2 x 2 temperatures x 2
     # of agreement, the vocabulary, 2 kinds of sleep with 2 each, and 2 models with 2 lengths.
-    assert verdicts.count("ok") == 6 + 6 + 2 + 8 + 1 + 4 + 4
-    # Rows: the machine and its 2 models, 2 kernels, the vocabulary, 2 optimizers, generation, and 2 lengths and the
-    # loss of grpo with and without checkpointing.
-    assert verdicts.count("measured") == 3 + 2 + 1 + 2 + 1 + 4 + 2
+    assert verdicts.count("ok") == 6 + 10 + 2 + 8 + 1 + 4 + 4
+    # Rows: the machine and its 2 models, 2 kernels, the vocabulary, 2 optimizers, generation, 2 of calls that wait,
+    # and 2 lengths and the loss of grpo with and without checkpointing.
+    assert verdicts.count("measured") == 3 + 2 + 1 + 2 + 1 + 2 + 4 + 2
     carriers = [row for name, row in rows(tmp_path, "b").items() if name.startswith("weights by ")]
     assert [row["verdict"] for row in carriers] == ["ok"] * 5
     assert len({row["measured"].partition(" bytes")[0] for row in carriers}) == 1

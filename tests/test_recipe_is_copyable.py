@@ -28,8 +28,8 @@ OF_LOOPS = "data.path=task:sort data.max_samples=4 prompts_per_step=4 samples_pe
 OF_PAIRS = "data.path=task:sort data.max_samples=8 evaluation.held_out=4 train.batch_size=4"
 TRIALS = {
     "dpo": Trial(
-        "token_logprobs(model, micro).logprob_N",
-        "token_logprobs(model, micro).logprob_N * 0 - 7",
+        'token_logprobs(model, micro, mask="loss_mask").logprob_N',
+        'token_logprobs(model, micro, mask="loss_mask").logprob_N * 0 - 7',
         "actor/nll",
         f"{OF_PAIRS} algorithm.nll_loss_coef=1",
     ),
@@ -60,8 +60,8 @@ TRIALS = {
         OF_PAIRS,
     ),
     "sft": Trial(
-        "token_logprobs(model, micro).logprob_N",
-        "token_logprobs(model, micro).logprob_N * 0 - 7",
+        'token_logprobs(model, micro, mask="loss_mask").logprob_N',
+        'token_logprobs(model, micro, mask="loss_mask").logprob_N * 0 - 7',
         "actor/loss",
         "data.path=task:sort data.max_samples=8 train.batch_size=8",
     ),

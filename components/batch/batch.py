@@ -32,6 +32,7 @@ class Batch(Layout):
     """
 
     __iter__ = None  # iteration would be ambiguous: over columns or over sequences
+    _host: Self | None = None
 
     def __init__(
         self,
@@ -239,7 +240,7 @@ class Batch(Layout):
         self._check(per_token, per_sequence, objects)
         new = object.__new__(type(self))
         # Copies the cached offsets and sequence_ids too, so that they are not computed again.
-        vars(new).update(vars(self))
+        vars(new).update(vars(self), _host=None)
         new._fill(per_token, per_sequence, objects)
         return new
 
@@ -271,8 +272,17 @@ class Batch(Layout):
         return self._map_tensors(torch.clone)
 
     def to(self, device: torch.device | str) -> Self:
-        """Return the batch with all tensors on a device."""
-        return self._map_tensors(lambda x: x.to(device))
+        """Return the batch with all tensors on a device. The host does not wait for a copy to a GPU."""
+        copied = self._map_tensors(lambda x: ragged.sent(x, device))
+        copied._host = self if self.lengths.device.type == "cpu" else None
+        return copied
+
+    @property
+    def host(self) -> Self:
+        """The same batch on the CPU. It is kept by `to`, so that layouts can be computed without reading the device."""
+        if self.lengths.device.type == "cpu":
+            return self
+        return self.to("cpu") if self._host is None else self._host
 
     # --- selection of sequences ---------------------------------------------------------------------------------
 

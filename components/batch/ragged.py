@@ -95,6 +95,13 @@ def repeated(x_B: Tensor, times_B: Tensor, total: int) -> Tensor:
     return x_B.repeat_interleave(times_B, output_size=total)
 
 
+def sent(x: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor to a device. The host does not wait for a copy to a GPU."""
+    is_copied_to_gpu = x.device.type == "cpu" and torch.device(device).type == "cuda"
+    # The host waits for copies from memory that is not pinned. A copy to the host must be complete on return.
+    return x.pin_memory().to(device, non_blocking=True) if is_copied_to_gpu else x.to(device)
+
+
 def token_mask(lengths_B: Tensor, width: int, side: Side) -> Tensor:
     """Return a mask [B, width], True at tokens. In row-major order its True entries are the tokens end to end."""
     position_T = torch.arange(width, device=lengths_B.device)

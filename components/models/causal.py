@@ -3,21 +3,26 @@
 Legend: `B` sequences, `T` length of the longest sequence, `N` all tokens of the batch end to end, `M = N - B` tokens
 that have a predecessor, `U` positions of a row in which sequences share their common prefix, `E` entries that are read
 from the row, `V` vocabulary.
+
+Indices are computed on the CPU from `Batch.host` and sent to the device of the batch, because the host waits for each
+number that it reads from a GPU.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.batch.ragged import sent
 from components.models.head import logprobs_for_logits, plain_head
 from components.models.logprobs import label_logprobs
 from components.models.packing.layout import layout_of
-from components.models.packing.packed_model import packed_inputs
+from components.models.packing.packed_model import called, packed_inputs
 from components.models.packing.row_slices import row_slices
 
 
@@ -31,7 +36,9 @@ class TokenOutput:
     """[N] float32, in nats, entropy of the distribution from which the token was sampled, or None."""
 
 
-def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, with_entropy: bool = False) -> TokenOutput:
+def token_logprobs(
+    model: nn.Module, batch: Batch, temperature: float = 1.0, with_entropy: bool = False, mask: str | None = None
+) -> TokenOutput:
     """Return the log-probability of each token of `batch` given the tokens before it.
 
     It is computed from the inputs of the output layer, so that the logits of all tokens are never held in memory. Whole
@@ -43,25 +50,34 @@ def token_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0, wit
         batch: column `tokens`. The batch should be one micro-batch, because it is not split here.
         temperature: sampling temperature, by which logits are divided. 0 (greedy) counts as 1.
         with_entropy: also compute the entropy, which costs a second pass over the logits.
+        mask: column of the tokens that the caller reads, which saves the logits of the others: those may be 0 and have
+            no gradient. None: all tokens.
     """
     slices = row_slices(model)
     # If whole logits are read, or ranks share the row, each position can be read only once.
     one_follower = slices.is_sliced or plain_head(model) is None
     call = predecessors(model, batch, one_follower=one_follower)
-    places = call.inputs["input_ids"].numel()
-    label_M = batch["tokens"].to(call.state_M.device, torch.int64)[call.follower_M]
-    state_E, label_E, entry_M = call.state_M, label_M, None
-    if slices.is_sliced or places < len(call.state_M):
-        state_E, label_E, entry_M = _once_per_place(call.state_M, label_M, places)
+    host, places, send = batch.host, call.inputs["input_ids"].numel(), partial(sent, device=batch.lengths.device)
+    state_E, follower_M, entry_M = call.state_M, call.follower_M, None
+    label_E = host["tokens"].to(torch.int64)[follower_M]
+    if slices.is_sliced or places < len(state_E):
+        state_E, label_E, entry_M = _once_per_place(state_E, label_E, places)
+    # Ranks that share a row read all its positions.
+    if mask is not None and not slices.is_sliced:
+        is_trained_M = host[mask][follower_M].bool()
+        follower_M = follower_M[is_trained_M]
+        entry_M = is_trained_M.nonzero().squeeze(1) if entry_M is None else entry_M[is_trained_M]
+        is_read_E = torch.zeros_like(state_E, dtype=torch.bool).index_fill(0, entry_M, True)
+        state_E, label_E, entry_M = state_E[is_read_E], label_E[is_read_E], (is_read_E.cumsum(0) - 1)[entry_M]
     label_S = slices.own_slice(label_E[None])[0]
-    inputs = slices.own_inputs(call.inputs)
-    logprob_S, entropy_S = _read(model, inputs, state_E[: len(label_S)], label_S, temperature or 1.0, with_entropy)
+    labels = send(state_E[: len(label_S)]), send(label_S)
+    logprob_S, entropy_S = _read(model, slices.own_inputs(call.inputs), *labels, temperature or 1.0, with_entropy)
 
     def of_tokens(x_S: Tensor) -> Tensor:
         x_M = slices.gather(x_S, places)
         if entry_M is not None:
-            x_M = x_M[entry_M]
-        return scatter(x_M, call.follower_M, batch.num_tokens)
+            x_M = x_M[send(entry_M)]
+        return scatter(x_M, send(follower_M), batch.num_tokens)
 
     return TokenOutput(of_tokens(logprob_S), None if entropy_S is None else of_tokens(entropy_S))
 
@@ -89,10 +105,10 @@ def _read(
     """Call the model. Return [M] log-probabilities of the labels after these states, and [M] entropies or None."""
     head = plain_head(model)
     if head is None:
-        logits_RV = model(**inputs).logits.flatten(0, 1)
+        logits_RV = called(model, inputs).logits.flatten(0, 1)
         return label_logprobs(logits_RV, state_M, label_M, scale=scale, with_entropy=with_entropy)
     with logprobs_for_logits(head, state_M, label_M, scale, with_entropy):
-        logprob_M, *entropy_M = model(**inputs).logits[0].unbind(-1)
+        logprob_M, *entropy_M = called(model, inputs).logits[0].unbind(-1)
     return logprob_M, entropy_M[0] if with_entropy else None
 
 
@@ -102,7 +118,9 @@ def policy_logprobs(model: nn.Module, batch: Batch, temperature: float = 1.0) ->
 
 
 class _Call(NamedTuple):
-    """Arguments of a model call, and the positions in its output of the states before each token."""
+    """Arguments of a model call on the device, and on the CPU the positions in its output of the states before each
+    token.
+    """
 
     inputs: dict[str, Any]
     state_M: Tensor
@@ -128,25 +146,27 @@ def predecessors(model: nn.Module, batch: Batch, *, one_follower: bool = False) 
         batch: column `tokens`.
         one_follower: see `RowLayout.plan_row`.
     """
-    tokens_N = batch["tokens"]
-    sequence_N, position_N = batch.sequence_ids, batch.packed().positions
-    follower_M = (position_N > 0).nonzero().squeeze(1)
-    layout = layout_of(model)
+    host, device, layout = batch.host, batch.lengths.device, layout_of(model)
+    follower_M = (host.positions() > 0).nonzero().squeeze(1)
     if layout.is_packed:
-        lengths_B = batch.lengths - 1
-        before = Batch(lengths_B[lengths_B > 0], {"tokens": tokens_N[follower_M - 1]})
+        lengths_B = host.lengths - 1
+        before = Batch(lengths_B[lengths_B > 0], {"tokens": host["tokens"][follower_M - 1]})
         if not len(follower_M):
             # The model is called even without tokens. If it is sharded, other ranks would wait for this one otherwise.
-            before = Batch.from_rows({"tokens": [[0]]}).to(tokens_N.device)
-        inputs, place_M = packed_inputs(before, layout, one_follower=one_follower)
+            before = Batch.from_rows({"tokens": [[0]]})
+        inputs, place_M = packed_inputs(before.to(device), layout, one_follower=one_follower)
         if place_M is None:
-            place_M = torch.arange(len(follower_M), device=tokens_N.device)
+            place_M = torch.arange(len(follower_M))
         return _Call(inputs, place_M, follower_M)
-    longest = max(batch.lengths.tolist(), default=0)
-    tokens_BT = batch.padded("tokens", 0)[:, : max(1, longest - 1)]
-    # Index of the predecessor in the padded batch, flattened: row times width, plus the position before the token.
-    state_M = sequence_N[follower_M] * tokens_BT.shape[1] + position_N[follower_M] - 1
-    return _Call(padded_inputs(tokens_BT), state_M, follower_M)
+    tokens_BT = host.padded("tokens", 0)
+    tokens_BT = tokens_BT[:, : max(1, tokens_BT.shape[1] - 1)]
+    state_M = padded_places(host, tokens_BT)[follower_M] - 1
+    return _Call(padded_inputs(sent(tokens_BT, device)), state_M, follower_M)
+
+
+def padded_places(batch: Batch, padded_BT: Tensor) -> Tensor:
+    """Return the index [N] of each token in the padded batch, flattened."""
+    return batch.sequence_ids * padded_BT.shape[1] + batch.positions()
 
 
 def scatter(x_M: Tensor, follower_M: Tensor, num_tokens: int) -> Tensor:

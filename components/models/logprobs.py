@@ -34,8 +34,8 @@ def label_logprobs(
         d log p_label / d logit_j = (1[j = label] - p_j) / scale
         d H / d logit_j = -p_j (log p_j + H) / scale
 
-    A row whose log-probability and entropy both have a gradient of 0 is not read in the backward pass. Its gradient is
-    0 even if it contains NaN.
+    On a CPU, a row whose log-probability and entropy both have a gradient of 0 is not read in the backward pass. Its
+    gradient is 0 even if it contains NaN.
 
     Args:
         logits_RV: [R, V] of any floating dtype. Computations are in float32, or in float64 for float64 logits.
@@ -48,7 +48,7 @@ def label_logprobs(
         [M] log-probabilities in nats, and [M] entropies in nats or None; float32, or float64 for float64 logits.
 
     Raises:
-        ValueError: scale is not positive, or, in the backward pass, a row has two labels.
+        ValueError: scale is not positive, or, in the backward pass on a CPU, a row has two labels.
     """
     check_scale(scale)
     return _LabelLogprobs.apply(logits_RV, row_M, label_M, scale, with_entropy)
@@ -147,20 +147,21 @@ def _log_softmax(logits_KV: Tensor, out_KV: Tensor, log_total_K: Tensor | None) 
 def gradients_that_count(
     logprob_grad_M: Tensor | None, entropy_grad_M: Tensor | None, entropy_M: Tensor | None
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None] | None:
-    """Select the M gradients that are not 0. NaN counts as not 0.
+    """Select the M gradients that are not 0, or on a GPU all of them. NaN counts as not 0.
 
     Returns:
         [N] indices, and the arguments `logprob_grad_N` and `entropy` of `write_gradient`; None without any gradient.
     """
     if logprob_grad_M is None and entropy_grad_M is None:
         return None
-    if entropy_grad_M is None:
-        assert logprob_grad_M is not None
-        index_N = logprob_grad_M.nonzero().squeeze(1)
+    grads = [grad_M for grad_M in (logprob_grad_M, entropy_grad_M) if grad_M is not None]
+    index_N = torch.arange(len(grads[0]), device=grads[0].device)
+    # A GPU would make the host wait for the number of gradients that are not 0.
+    if index_N.device.type == "cpu":
+        index_N = index_N[torch.stack(grads).any(0)]
+    logprob_grad_M = torch.zeros_like(grads[0]) if logprob_grad_M is None else logprob_grad_M
+    if entropy_grad_M is None or entropy_M is None:
         return index_N, logprob_grad_M[index_N], None
-    assert entropy_M is not None
-    logprob_grad_M = torch.zeros_like(entropy_grad_M) if logprob_grad_M is None else logprob_grad_M
-    index_N = ((logprob_grad_M != 0) | (entropy_grad_M != 0)).nonzero().squeeze(1)
     return index_N, logprob_grad_M[index_N], (entropy_grad_M[index_N], entropy_M[index_N])
 
 
@@ -186,7 +187,7 @@ class _LabelLogprobs(torch.autograd.Function):
             return None, None, None, None, None
         index_N, logprob_grad_N, entropy = gradients
         row_N = row_M[index_N]
-        if len(row_N.unique()) < len(row_N):
+        if row_N.device.type == "cpu" and len(row_N.unique()) < len(row_N):
             raise ValueError("row_M names a row of the logits twice, and both its labels get a gradient; give it one")
         grad_RV = torch.zeros_like(logits_RV)
         write_gradient(logits_RV, grad_RV, row_N, label_M[index_N], ctx.scale, logprob_grad_N, entropy)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from components.batch import Batch
+from components.batch.ragged import sent
 from components.models.device import compute_device, peak_gpu_memory
-from components.models.packing.layout import ComputedTokens, layout_of, members_of
+from components.models.packing.layout import layout_of, members_of
 from components.models.precision import compute_in
 from components.models.routers import find_routers
 from components.process.heartbeat import beat
@@ -25,7 +26,7 @@ from components.train.adapters import open_adapters
 from components.train.config import TrainConfig
 from components.train.mesh import open_axes
 from components.train.partitioned_model import PartitionedModel
-from components.train.passes import evaluate_together
+from components.train.passes import evaluate_together, on_device
 from components.train.process_group import init_process_group
 
 LossFunction = Callable[[nn.Module, Batch, Totals], LossOutput]
@@ -148,7 +149,8 @@ class TrainEngine(PartitionedModel):
 
         Returns:
             Metrics, the same on all ranks: "loss" and the metrics of `loss_fn`, summed over micro-batches and ranks;
-            "grad_norm" before clipping; "learning_rate" of this step; on GPUs also those of `_gpu_metrics`.
+            "grad_norm" before clipping; "learning_rate" of this step; on GPUs also those of `peak_gpu_memory` (the
+            maximum over the ranks) and of the plug-in `utilisation`.
 
         Raises:
             ValueError: `minibatch` is empty, trains on no token or contains part of a group.
@@ -169,12 +171,12 @@ class TrainEngine(PartitionedModel):
         if self._auxiliary_loss is not None:
             loss_fn = self._auxiliary_loss.added_to(loss_fn, minibatch, plans, self)
         sums: dict[str, Tensor] = {}
-        for i in range(passes):
-            index = plan[i] if i < len(plan) else shortest_group(minibatch, group_size)
+        indices = plan + [shortest_group(minibatch, group_size)] * (passes - len(plan))
+        for i, micro in enumerate(on_device(map(minibatch.select, indices), self.device)):
             # A pass that is made only for the other ranks must change neither the gradient nor the metrics.
             counts = 1.0 if i < len(plan) else 0.0
             self._begin_pass(is_last=i == passes - 1)
-            output = loss_fn(self._trained, minibatch.select(index).to(self.device), totals)
+            output = loss_fn(self._trained, micro, totals)
             # The loss is already divided by the total of all ranks, so the averaging over ranks is undone here.
             self._backward(output.loss * (self.axes.shards.size() * counts))
             beat()
@@ -191,27 +193,13 @@ class TrainEngine(PartitionedModel):
         if self.average is not None:
             self.average.follow(self)
         metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
-        if self.device.type == "cuda":
+        is_measured = self.device.type == "cuda" and self.config.log_utilisation
+        utilisation = find("utilisation", "gpu") if is_measured else None
+        if utilisation is not None:
             computed = layout.computed_tokens(minibatch, plans)
-            metrics |= self._gpu_metrics(minibatch.lengths, computed, began)
+            seconds = time.perf_counter() - began
+            metrics |= utilisation(self.model, minibatch.lengths, computed, seconds, self.world_size)
         return metrics
-
-    def _gpu_metrics(self, length_B: Tensor, computed: ComputedTokens, began: float) -> dict[str, float]:
-        """Return the peak GPU memory of any rank so far in GB, and the speed of the step.
-
-        Args:
-            length_B: [B] number of tokens of each sequence.
-            computed: number of tokens that were computed.
-            began: time of the start of the step, from `time.perf_counter`.
-        """
-        memory = peak_gpu_memory()
-        peak = torch.tensor([*memory.values(), time.perf_counter() - began], device=self.device)
-        # The slowest rank determines the duration of the step.
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        *most, seconds = peak.tolist()
-        metrics = dict(zip(memory, most, strict=True))
-        use = find("utilisation", "gpu") if self.config.log_utilisation else None
-        return metrics if use is None else metrics | use(self.model, length_B, computed, seconds, self.world_size)
 
     def _check_gradient(self, norm: float) -> None:
         if not math.isfinite(norm):
@@ -221,10 +209,20 @@ class TrainEngine(PartitionedModel):
             )
 
     def _reduced(self, sums: dict[str, Tensor]) -> dict[str, float]:
+        """Return the sums over the ranks, and on GPUs the peak memory of any rank, in one transfer from the device."""
         names = sorted(sums)
         values = torch.stack([sums[name].to(self.device) for name in names])
         self.axes.summed(values)
-        return dict(zip(names, values.tolist(), strict=True))
+        peaks = peak_gpu_memory()
+        if peaks:
+            peak = sent(torch.tensor([*peaks.values()], dtype=values.dtype), self.device)
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+            values = torch.cat([values, peak])
+        return dict(zip([*names, *peaks], self._read(values), strict=True))
+
+    def _read(self, values: Tensor) -> list[float]:
+        """Return the numbers of a tensor on the device. Engines read the norm of the gradient in the same transfer."""
+        return values.tolist()
 
     def _check_finite(self, metrics: dict[str, float]) -> None:
         if math.isfinite(metrics["loss"]):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import AdamW
 
 from components.train.config import TrainConfig
 
 
-def adam_of(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Return an AdamW optimizer over the trained parameters of `model`."""
-    return torch.optim.AdamW(
+def adam_of(model: nn.Module, config: TrainConfig, kind: type[AdamW] = AdamW) -> AdamW:
+    """Return an AdamW optimizer of a class over the trained parameters of `model`."""
+    return kind(
         _parameter_groups(model, config.weight_decay, config.weight_decay_all),
         lr=config.learning_rate,
         betas=config.betas,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TypeVar
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from components.batch import Batch
 from components.models.packing.layout import layout_of
 from components.process.heartbeat import beat
+from components.registry import find
 from components.train.config import PassLimits
 
 M = TypeVar("M", bound=nn.Module)
@@ -61,6 +62,12 @@ def evaluate_together(
     return result_N
 
 
+def on_device(batches: Iterable[Batch], device: torch.device | str) -> Iterator[Batch]:
+    """Yield the batches on a device. With a plug-in for the device, each is copied while the one before is computed."""
+    feed = find("micro-batch feed", torch.device(device).type)
+    yield from (batch.to(device) for batch in batches) if feed is None else feed(batches, device)
+
+
 def evaluate(
     batch: Batch, plan: list[Tensor], device: torch.device | str, compute: Callable[[Batch], Tensor]
 ) -> Tensor:
@@ -79,9 +86,9 @@ def evaluate(
         return torch.zeros(0)
     parts = list[Tensor]()
     with torch.no_grad():
-        for index in plan:
+        for micro in on_device(map(batch.select, plan), device):
             # Copied to the host at once. Otherwise the results of all micro-batches would take device memory.
-            parts.append(compute(batch.select(index).to(device)).cpu())
+            parts.append(compute(micro).cpu())
             beat()
     # The plan sorts sequences into micro-batches; the results are returned to the order of the batch.
     order_B = torch.cat(plan)

@@ -11,6 +11,7 @@ AdamW's moments. Within an optimizer step
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from components.batch import Batch
-from components.models.disk.blocks import local_part, own_block
+from components.models.disk.blocks import own_block
 from components.models.disk.weight_files import fill
 from components.train.config import TrainConfig
 from components.train.engine import TrainEngine
@@ -27,6 +28,7 @@ from components.train.optimizer import adam_of
 from components.weights.gather import Part
 from components.weights.parts import part_of
 from plugins.fsdp.groups import partition
+from plugins.fsdp.optimizer import LocalAdamW, local
 
 
 class FSDPEngine(TrainEngine):
@@ -62,7 +64,7 @@ class FSDPEngine(TrainEngine):
         if config.adam_offload:
             device = torch.device("cpu")
         fill(model, device)
-        self.adam = adam_of(model, config)
+        self.adam = adam_of(model, config, LocalAdamW)
         self._start_average()
 
     @property
@@ -87,21 +89,26 @@ class FSDPEngine(TrainEngine):
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def _step(self, learning_rate: float) -> float:
+    def _read(self, values: Tensor) -> list[float]:
         trained = [p for p in self.model.parameters() if p.grad is not None]
-        gradients = [local_part(p.grad) for p in trained]
         # The gradient of a parameter that several ranks hold must count once in the norm.
-        counted = [gradient for p, gradient in zip(trained, gradients, strict=True) if own_block(p).is_first]
+        counted = [local(p.grad) for p in trained if own_block(p).is_first]
         # The squares are summed locally and then over the ranks. With DTensors the sum would be computed on the device
         # of the gradients, and nccl cannot reduce tensors in host memory (adam_offload).
         squares = nn.utils.get_total_norm(counted).double().square().to(self.device)
         dist.all_reduce(squares)
-        norm = float(squares.sqrt())
+        *numbers, square = torch.cat([values, squares.view(1)]).tolist()
+        self._norm = math.sqrt(square)
+        return numbers
+
+    def _step(self, learning_rate: float) -> float:
+        norm = self._norm
         self._check_gradient(norm)
         if 0 < self.config.max_grad_norm < norm:
             # The small constant is that of torch's clip_grad_norm_, so that both give the same gradients.
-            for gradient in gradients:
-                gradient.mul_(self.config.max_grad_norm / (norm + 1e-6))
+            scale = self.config.max_grad_norm / (norm + 1e-6)
+            gradients = [local(p.grad) for p in self.model.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
         for group in self.adam.param_groups:
             group["lr"] = learning_rate
         self.adam.step()

@@ -144,7 +144,7 @@ def runs_of(batch: Batch, shortest: int = SHORTEST, *, one_follower: bool = Fals
         shortest: minimum number of common tokens of a run.
         one_follower: True if the common prefix must be followed by the same token in all sequences of a run.
     """
-    rows = [row.numpy() for row in batch["tokens"].cpu().to(torch.int64).split(batch.lengths.tolist())]
+    rows = [row.numpy() for row in batch["tokens"].to(torch.int64).split(batch.lengths.tolist())]
     # Big-endian bytes of non-negative numbers sort like the numbers. Sorting puts common prefixes next to each other.
     order = sorted(range(len(rows)), key=[row.astype(">i8").tobytes() for row in rows].__getitem__)
     common = [max(0, _common(rows[i], rows[j], one_follower)) for i, j in pairwise(order)]
@@ -211,12 +211,12 @@ def shared_places(batch: Batch, runs: list[Run]) -> tuple[Tensor, Tensor]:
         for member in run.members:
             offset_B[member] = end - run.shared
             end += lengths[member] - run.shared
-    sequence_N = batch.sequence_ids.cpu()
-    position_N = batch.packed().positions.cpu()
+    sequence_N = batch.sequence_ids
+    position_N = batch.packed().positions
     is_shared_N = position_N < shared_B[sequence_N]
     place_N = torch.where(is_shared_N, start_B[sequence_N], offset_B[sequence_N]) + position_N
     first_U = torch.full((end,), len(place_N)).scatter_reduce(0, place_N, torch.arange(len(place_N)), "amin")
-    return place_N.to(batch.lengths.device), first_U.to(batch.lengths.device)
+    return place_N, first_U
 
 
 def shared_micro_batches(lengths_B: Tensor, runs: list[Run], max_tokens: int, max_sequences: int = 0) -> list[Tensor]:

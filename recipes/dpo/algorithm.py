@@ -47,7 +47,7 @@ def preference_loss(logprob_B: Tensor, batch: Batch, total_pairs: float, config:
 
 def loss(model: nn.Module, micro: Batch, totals: Totals, config: DPOConfig) -> LossOutput:
     """Return the loss of a micro-batch, plus the weighted negative log-likelihood of the chosen responses."""
-    logprob_N = token_logprobs(model, micro).logprob_N
+    logprob_N = token_logprobs(model, micro, mask="loss_mask").logprob_N
     total_pairs = totals.sequences / PAIR
     output = preference_loss(response_logprobs(logprob_N, micro), micro, total_pairs, config)
     if not config.algorithm.nll_loss_coef:

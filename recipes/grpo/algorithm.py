@@ -64,7 +64,7 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: GRPOConf
     algorithm = config.algorithm
     mask_N = micro["action_mask"]
     max_length = config.rollout.max_new_tokens
-    output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
+    output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True, mask="action_mask")
     assert output.entropy_N is not None
     weight_N = None
     if algorithm.correction != "none":

@@ -117,7 +117,7 @@ def train(model_path: str, settings: Settings) -> Iterator[dict[str, float]]:
 
 def policy_loss(model: nn.Module, micro: Batch, totals: Totals, settings: Settings) -> LossOutput:
     """Return the clipped loss of PPO plus the KL penalty, divided by the tokens of the whole mini-batch (`totals`)."""
-    output = token_logprobs(model, micro, settings.temperature, with_entropy=True)
+    output = token_logprobs(model, micro, settings.temperature, with_entropy=True, mask="action_mask")
     assert output.entropy_N is not None
     mask_N = micro["action_mask"]  # True for the tokens of responses
     # With r = exp(logprob - old_logprob), the loss of a token is max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A).

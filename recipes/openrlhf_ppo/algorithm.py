@@ -87,7 +87,7 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfi
     options = config.algorithm
     mask_N = micro["action_mask"]
     longest = config.rollout.max_new_tokens
-    output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
+    output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True, mask="action_mask")
     assert output.entropy_N is not None
     # gspo corrects its ratio itself, so a weight would correct the same difference twice.
     weight_N = None

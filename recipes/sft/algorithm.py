@@ -13,4 +13,5 @@ def loss(model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
 
     Prompt tokens have no weight. The mean is over the whole optimizer step on all ranks (`totals`).
     """
-    return sft_loss(token_logprobs(model, micro).logprob_N, micro["loss_mask"], totals.tokens)
+    logprob_N = token_logprobs(model, micro, mask="loss_mask").logprob_N
+    return sft_loss(logprob_N, micro["loss_mask"], totals.tokens)

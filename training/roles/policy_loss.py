@@ -38,7 +38,7 @@ def clipped_policy_loss(
     """
     algorithm = config.algorithm
     mask_N = micro["action_mask"]
-    output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True)
+    output = token_logprobs(model, micro, config.rollout.temperature, with_entropy=True, mask="action_mask")
     assert output.entropy_N is not None
     columns = (output.logprob_N, old_logprobs(micro, output.logprob_N), micro["advantage"], mask_N)
     tokens = ppo_loss(*columns, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)

@@ -65,7 +65,7 @@ class RowLayout:
         """Return the plan of a packed row, or None if each token has its own place, in order.
 
         Args:
-            batch: with column `tokens`.
+            batch: with column `tokens`, on the CPU.
             one_follower: tokens may share a place only if the same token follows each of them.
         """
         return None

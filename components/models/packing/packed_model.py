@@ -4,7 +4,7 @@ plug-in for the row layout, a common prefix of sequences is computed once.
 A packing model receives the row, positions that restart with each sequence, and the borders of the sequences, under the
 names that transformers uses. Its attention is the function below, for any window, soft cap or sinks of a layer.
 
-    on a GPU, in half precision     torch's variable-length kernel, if it supports the layer
+    on a GPU, in half precision     torch's variable-length kernel (plugins/packed_attention), if it supports the layer
     else                            sequences of similar length at a time (packed_row.py): torch's SDPA, or plain
                                     tensor functions for soft caps and sinks
 
@@ -15,6 +15,7 @@ sequence, `R` rows of a call, `H` query heads, `K` key heads, `D` size of a head
 from __future__ import annotations
 
 import logging
+from contextvars import ContextVar
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from components import registry
 from components.batch import Batch
+from components.batch.ragged import sent
 from components.models.packing.layout import END_TO_END, RowLayout, set_layout
-from components.models.packing.packed_row import PackedRow, picked
+from components.models.packing.packed_row import PackedRow
 from components.models.packing.row_slices import WHOLE_ROWS
 from components.models.precision import as_multiplied
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _log = logging.getLogger(__name__)
+_has_borders = ContextVar("has_borders", default=False)
+"""True during a call whose attention is given the borders of the sequences."""
 _NAME = "troupe_packed"
 
 # Maximum difference between a packed sequence and the same sequence alone, relative to the largest output.
@@ -132,16 +136,45 @@ def packed_inputs(
         one_follower: see `RowLayout.plan_row`.
 
     Returns:
-        Arguments of the call; and [N] int64 place of each token in the row, or None if the tokens are in order.
+        Arguments of the call on the device of the batch; and on the CPU [N] int64 place of each token in the row, or
+        None if the tokens are in order.
     """
-    row = PackedRow(batch, layout.plan_row(batch, one_follower=one_follower))
-    packed = batch.packed()
-    token_U, position_U = (x if row.first_U is None else x[row.first_U] for x in (packed.tokens, packed.positions))
+    # Indices are computed on the CPU: a GPU would make the host wait for each number that it reads.
+    plan, packed = layout.plan_row(batch.host, one_follower=one_follower), batch.host.packed()
+    row = PackedRow(batch, plan)
+    columns = packed.tokens, packed.positions
+    token_U, position_U = (sent(x if plan is None else x[plan.first_U], row.device) for x in columns)
     # With a cache or a mask, transformers would treat the row as a single sequence.
     inputs = {"input_ids": token_U[None], "position_ids": position_U[None], "packed_row": row, "use_cache": False}
     for side in ("q", "k"):  # for flash attention
         inputs |= {f"cu_seq_lens_{side}": row.borders, f"max_length_{side}": row.longest}
-    return inputs, row.place_N
+    return inputs, plan and plan.place_N
+
+
+def called(model: nn.Module, inputs: dict[str, Any]) -> Any:
+    """Return the output of a model for arguments that `packed_inputs` made, or for a padded batch."""
+    _skip_border_search()
+    token = _has_borders.set(True)
+    try:
+        return model(**inputs)
+    finally:
+        _has_borders.reset(token)
+
+
+@cache
+def _skip_border_search() -> None:
+    """Keep transformers from searching positions for the borders of sequences during `called`.
+
+    The search is for masks that the attention of this file does not use, and it makes the host wait for a GPU.
+    """
+    from transformers import masking_utils
+
+    search = masking_utils.find_packed_sequence_indices
+
+    def find(position_ids: Tensor) -> Tensor | None:
+        return None if _has_borders.get() else search(position_ids)
+
+    masking_utils.find_packed_sequence_indices = find
 
 
 def _refusal(model: nn.Module, why: str) -> str:
@@ -214,8 +247,9 @@ def _attention(
     if packed_row is None:
         return attend(*inputs).transpose(1, 2).contiguous(), None
     inputs = slices.to_heads(*inputs, packed_row.places)
-    if plain and dropout == 0 and _has_kernel(query_RHND, value_RKND):
-        output_1UHD = _by_kernel(*inputs, packed_row, scale, window)
+    kernel = registry.find("packed attention", query_RHND.device.type)
+    if kernel is not None and plain and dropout == 0 and kernel.supports(query_RHND, value_RKND):
+        output_1UHD = kernel.attend(*inputs, packed_row, scale, window)
     else:
         query_1HUD, key_1KUD, value_1KUD = inputs
         parts = zip(packed_row.queries(query_1HUD), *map(packed_row.keys, (key_1KUD, value_1KUD)), strict=True)
@@ -277,26 +311,3 @@ def _seen(queries: int, keys: int, window: int | None, device: torch.device) -> 
     """
     seen_ST = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return seen_ST if window is None else seen_ST.triu(keys - queries + 1 - window)
-
-
-def _has_kernel(query_RHND: Tensor, value_RKND: Tensor) -> bool:
-    fits = query_RHND.shape[-1] == value_RKND.shape[-1] <= 256
-    return query_RHND.is_cuda and query_RHND.dtype in (torch.bfloat16, torch.float16) and fits
-
-
-def _by_kernel(
-    query_1HUD: Tensor, key_1KUD: Tensor, value_1KUD: Tensor, row: PackedRow, scale: float, window: int | None
-) -> Tensor:
-    """Compute attention with torch's variable-length kernel, [1, U, H, D]."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    group = query_1HUD.shape[1] // key_1KUD.shape[1]
-    # Keys are repeated for grouped-query attention, because not every release of torch supports it in the kernel.
-    key_1HUD, value_1HUD = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key_1KUD, value_1KUD))
-    inputs = (x[0].transpose(0, 1).contiguous() for x in (query_1HUD, key_1HUD, value_1HUD))
-    query_NHD, key_NHD, value_NHD = (picked(x_UHD, row.place_N) for x_UHD in inputs)
-    seen = (-1 if window is None else window - 1, 0)
-    output_NHD: Any = varlen_attn(
-        query_NHD, key_NHD, value_NHD, row.borders, row.borders, row.longest, row.longest, scale=scale, window_size=seen
-    )
-    return picked(output_NHD, row.first_U)[None]

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from components.batch import Batch
+from components.batch.ragged import sent
 from components.models.packing.layout import Part, RowPlan
 from components.models.packing.row_slices import WHOLE_ROWS, RowSlices
 
@@ -50,16 +51,16 @@ class PackedRow:
             batch: sequences, none of which is empty.
             plan: plan of a row with shared places. None: the sequences lie end to end.
         """
-        self.lengths = batch.lengths
+        host = batch.host
+        self.lengths = host.lengths
+        """[B] on the CPU, where indices are computed."""
+        self.device = batch.lengths.device
         self.plan = plan
-        self.place_N = plan and plan.place_N
-        """[N] int64, place in the row of each token. None: the tokens are in order."""
-        self.first_U = plan and plan.first_U
-        """[U] int64, first token of each place. None: the tokens are in order."""
-        self.places = batch.num_tokens if self.first_U is None else len(self.first_U)
+        """Plan of the row, on the CPU. None: the tokens are in order."""
+        self.places = batch.num_tokens if plan is None else len(plan.first_U)
         """U: number of places of the row."""
-        packed = batch.packed()
-        self.borders, self.longest = packed.cumulative_lengths, packed.max_length
+        packed = host.packed()
+        self.borders, self.longest = sent(packed.cumulative_lengths, self.device), packed.max_length
 
     def parts(self) -> Iterable[Part]:
         """Return the parts of the queries. Every place of the row is in at least one."""
@@ -89,15 +90,14 @@ class PackedRow:
             return Rectangles(shapes, None, None, None)
         sequence_P, first_P, end_P = torch.tensor(parts).unbind(1)
         width_P = torch.tensor([keys for rows, _, keys in shapes for _ in range(rows)])
-        start_P = (self.lengths.cumsum(0) - self.lengths).cpu()[sequence_P]
+        start_P = (self.lengths.cumsum(0) - self.lengths)[sequence_P]
         query_place_F, is_token_F = self._fields(start_P, first_P, end_P, width_P)
         field_U = torch.empty(self.places, dtype=torch.int64)
         field_U[query_place_F[is_token_F]] = is_token_F.nonzero().squeeze(1)
         key_place_F = query_place_F
         if self.plan is not None:
             key_place_F, _ = self._fields(start_P, torch.zeros_like(first_P), end_P, width_P)
-        device = self.lengths.device
-        return Rectangles(shapes, query_place_F.to(device), key_place_F.to(device), field_U.to(device))
+        return Rectangles(shapes, *(sent(index, self.device) for index in (query_place_F, key_place_F, field_U)))
 
     def _fields(self, start_P: Tensor, first_P: Tensor, end_P: Tensor, width_P: Tensor) -> tuple[Tensor, Tensor]:
         """Return [F] int64 places of the fields from `first_P` up to `width_P`, and [F] bool, True for fields with a
@@ -108,7 +108,7 @@ class PackedRow:
         column_F = torch.arange(len(row_F)) - (count_P.cumsum(0) - count_P - first_P)[row_F]
         is_token_F = column_F < end_P[row_F]
         token_F = (start_P[row_F] + column_F) * is_token_F
-        return token_F if self.place_N is None else self.place_N.cpu()[token_F], is_token_F
+        return token_F if self.plan is None else self.plan.place_N[token_F], is_token_F
 
     def queries(self, x_1HUD: Tensor) -> list[Tensor]:
         """Return the queries of each rectangle, [R, H, S, D]."""
@@ -127,7 +127,7 @@ class PackedRow:
 
 
 def _split(x_1HUD: Tensor, place_F: Tensor | None, shapes: list[tuple[int, int]]) -> list[Tensor]:
-    x_FHD = picked(x_1HUD[0].transpose(0, 1), place_F)
+    x_FHD = picked(x_1HUD.squeeze(0).transpose(0, 1), place_F)
     parts = x_FHD.split([rows * width for rows, width in shapes])
     return [x.unflatten(0, shape).transpose(1, 2) for x, shape in zip(parts, shapes, strict=True)]
 

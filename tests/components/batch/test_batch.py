@@ -419,3 +419,14 @@ def test_a_logged_column_missing_in_one_batch_is_nan_after_concat() -> None:
     assert whole["log_a"].nan_to_num(-1).tolist() == [1, 1, -1, -1]
     with pytest.raises(ValueError, match=r"\['reward'\]"):
         Batch.concat([plain.with_sequences(reward=torch.ones(2)), plain])
+
+
+def test_a_batch_on_a_device_keeps_the_batch_that_was_sent() -> None:
+    batch = Batch([2, 1], {"tokens": torch.tensor([3, 4, 5])})
+    assert batch.host is batch
+    sent = batch.to("meta")
+    assert sent["tokens"].is_meta
+    assert sent.host is batch
+    # Other columns would not be those of the batch that was sent.
+    with pytest.raises(NotImplementedError):
+        _ = sent.with_tokens(tokens=torch.zeros(3, device="meta")).host

@@ -66,6 +66,28 @@ def test_gradients_equal_those_of_each_sequence_alone(untied_model: Path, batch:
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_mask_leaves_out_the_other_tokens(tied_model: Path, packing: bool) -> None:
+    """Rows 0 and 2 share four tokens when packed. Different tokens of the mask follow the last one that they share."""
+    rows = [[2, 3, 4, 5, 0, 1], [7], [2, 3, 4, 5, 6, 7, 8, 1], [11, 0]]
+    mask_N = torch.tensor([False] * 4 + [True] * 2 + [True] + [False] * 4 + [True, False, True, True] + [False] * 2)
+    batch = Batch.from_rows({"tokens": rows}).with_tokens(mask=mask_N)
+    model = load_policy(tied_model, packing=packing)
+    whole = token_logprobs(model, batch, with_entropy=True)
+    whole.logprob_N[mask_N].sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    read = token_logprobs(model, batch, with_entropy=True, mask="mask")
+    read.logprob_N[mask_N].sum().backward()
+    assert whole.entropy_N is not None
+    assert read.entropy_N is not None
+    # The first token of row 1 is in the mask, and no token is before it.
+    torch.testing.assert_close(read.logprob_N, whole.logprob_N.where(mask_N, 0.0))
+    torch.testing.assert_close(read.entropy_N, whole.entropy_N.where(mask_N, 0.0))
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
+
+
 def test_computing_logits_in_chunks_does_not_change_results(
     tied_model: Path, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
