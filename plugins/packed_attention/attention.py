@@ -55,16 +55,20 @@ class VariableLength:
         query_UHD, key_UKD, value_UKD = (x.squeeze(0).transpose(0, 1) for x in (query_1HUD, key_1KUD, value_1KUD))
         query_NHD = picked(query_UHD, parts.queries).contiguous()
         key_NKD, value_NKD = (picked(x, parts.keys).contiguous() for x in (key_UKD, value_UKD))
+        before = -1
+        if window is not None:
+            before = window - 1
         output_NHD = self._call(
             *(query_NHD, key_NKD, value_NKD),
             *(parts.query_borders, parts.key_borders, parts.most_queries, parts.most_keys),
             scale=scale,
             # The last query of a part is at its last key. (-1, 0) is causal without a window.
-            window_size=(-1 if window is None else window - 1, 0),
+            window_size=(before, 0),
         )
         # Overlapping parts compute a place several times with the same result.
-        output_UHD = output_NHD if parts.query_U is None else output_NHD.index_select(0, parts.query_U)
-        return output_UHD[None]
+        if parts.query_U is not None:
+            output_NHD = output_NHD.index_select(0, parts.query_U)
+        return output_NHD[None]
 
     def _call(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, *borders: Any, **options: Any) -> Tensor:
         kernel: Any = self._kernel

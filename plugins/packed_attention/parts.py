@@ -85,19 +85,28 @@ def _kernel_parts(row: PackedRow) -> KernelParts:
     sequence_P, first_P, end_P = sequence_P[order_P], first_P[order_P], end_P[order_P]
     query_place_N = _places(row, sequence_P, first_P, end_P)
     key_place_N = _places(row, sequence_P, torch.zeros_like(first_P), end_P)
-    is_in_order = torch.equal(query_place_N, torch.arange(row.places))
-    query_U = torch.empty(row.places, dtype=torch.int64)
-    query_U[query_place_N] = torch.arange(len(query_place_N))
+    queries = _places_unless_in_order(query_place_N, row)
+    query_U: Tensor | None = None
+    if queries is not None:
+        query_U = torch.empty(row.places, dtype=torch.int64)
+        query_U[query_place_N] = torch.arange(len(query_place_N))
+        query_U = sent(query_U, row.device)
     count_P = end_P - first_P
     return KernelParts(
-        None if is_in_order else Places(query_place_N, row),
-        None if torch.equal(key_place_N, torch.arange(row.places)) else Places(key_place_N, row),
-        None if is_in_order else sent(query_U, row.device),
+        queries,
+        _places_unless_in_order(key_place_N, row),
+        query_U,
         _borders(count_P, row),
         _borders(end_P, row),
         int(count_P.max()),
         int(end_P.max()),
     )
+
+
+def _places_unless_in_order(place_N: Tensor, row: PackedRow) -> Places | None:
+    if torch.equal(place_N, torch.arange(row.places)):
+        return None
+    return Places(place_N, row)
 
 
 def _places(row: PackedRow, sequence_P: Tensor, first_P: Tensor, end_P: Tensor) -> Tensor:
@@ -108,7 +117,9 @@ def _places(row: PackedRow, sequence_P: Tensor, first_P: Tensor, end_P: Tensor) 
     shift_P = (row.lengths.cumsum(0) - row.lengths)[sequence_P] + first_P - (border_P - count_P)
     total = int(border_P[-1])
     token_N = torch.arange(total) + repeated(shift_P, count_P, total)
-    return token_N if row.plan is None else row.plan.place_N[token_N]
+    if row.plan is None:
+        return token_N
+    return row.plan.place_N[token_N]
 
 
 def _borders(count_P: Tensor, row: PackedRow) -> Tensor:
