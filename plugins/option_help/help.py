@@ -22,6 +22,22 @@ ALL = "all"
 NAME_COLUMNS = 40
 
 
+def requested_help(schema: type, arguments: Sequence[str]) -> str:
+    """Return the help that a command line requests with `--help` or `-h`, which the topic may follow.
+
+    Args:
+        schema: the options.
+        arguments: the command line.
+
+    Raises:
+        ConfigError: see `help_text`.
+    """
+    flag = next(index for index, word in enumerate(arguments) if word in ("--help", "-h"))
+    following = arguments[flag + 1 : flag + 2]
+    # `--help rollout` has a topic. In `--help rollout.engine=hf` and `--help --dry_run` the next word is an option.
+    return help_text(schema, next((word for word in following if not word.startswith("-") and "=" not in word), ""))
+
+
 def help_text(schema: type, topic: str = "") -> str:
     """Return the help on a topic.
 

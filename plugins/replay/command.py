@@ -46,7 +46,7 @@ QUIET = {
     "checkpoint.export_path": "null",
 }
 """Options of a replay, as far as a recipe has them. It publishes nothing, evaluates nothing and keeps no checkpoint."""
-OF_START = ("run_dir", "resume", "dry_run", "print_config", "assume_devices")
+OF_START = ("run_dir", "resume", "dry_run", "print_config", "assume_devices", "rehearse")
 """Options of the recorded start that do not apply to a replay."""
 
 

@@ -153,6 +153,8 @@ class Command(ABC, Generic[C]):
         observers: list[RunObserver] = []
         try:
             _check_text(arguments)
+            if line.is_on("rehearse"):
+                return load("rehearsal", "command", "rehearse=true")(self, line)
             with _planned_machines(line):
                 requested = self.requested_config(line)
                 absent: dict[str, str] = {}
@@ -173,12 +175,11 @@ class Command(ABC, Generic[C]):
                     load("dry run", "plan", "dry_run=true")(self, plan)
                     return 0
                 plan.check_and_show()
-                config = plan.config
                 # Before the checks of models and data: they start processes, which fail without a clear message if
                 # the limits of the machine are too low.
                 if check_machine := find("start check", "machine"):
-                    check_machine(config.backend, len(plan.job.placement.hosts))
-                if config.backend == "ray" and (address := os.environ.get("RAY_ADDRESS")):
+                    check_machine(requested.backend, len(plan.job.placement.hosts))
+                if requested.backend == "ray" and (address := os.environ.get("RAY_ADDRESS")):
                     check_reachable(address)
                 self.check(plan)
             config = plan.config

@@ -16,7 +16,6 @@ from training.launch.launch import STOP_GRACE_S, threads_each
 from training.launch.model_use import ModelUse
 from training.launch.plan import Plan, attention_notes
 from training.launch.row_counts import steps_text
-from training.options.adapter import as_text
 from training.options.config import CommandLine
 from training.options.model_options import ModelOptions
 from training.options.rl_options import RLOptions
@@ -117,7 +116,7 @@ class PolicyCommand(Command[C]):
     def idle_presets(self, line: CommandLine[C]) -> dict[str, str]:
         """See `Command.idle_presets`."""
         # The written value is compared, because the configuration is checked only after the preset was applied.
-        if as_text(line.value("asynchronous.enabled")) not in ("true", "yes", "on", "1"):
+        if not line.is_on("asynchronous.enabled"):
             return {}
         return {"placement.learners_sleep": "asynchronous.enabled lets learners work while responses are generated"}
 

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from components import registry
 from components.net.hub import first_line
-from training.options.adapter import Adapter, Translation, WrittenOption
+from training.options.adapter import Adapter, Translation, WrittenOption, as_text
 from training.options.plugin_options import COMMAND_ADAPTER, with_plugin_groups
 from training.options.schema import ConfigError, collect_errors, fields_of, without_none
 
@@ -102,6 +102,10 @@ class CommandLine(Generic[T]):
     def value(self, name: str) -> Any:
         """Return the value of an option as the user has written it, or None if it is not set."""
         return next((option.value for option in reversed(self._found.options) if option.name == name), None)
+
+    def is_on(self, name: str) -> bool:
+        """Return True if the user has switched an option on. Its value is not checked yet."""
+        return as_text(self.value(name)) in ("true", "yes", "on", "1")
 
     def config(self) -> T:
         """Return the configuration.

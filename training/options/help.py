@@ -20,14 +20,10 @@ def print_help(schema: type, arguments: Sequence[str], program: str = "") -> int
     Returns:
         The exit code: 0, or 2 for an unknown topic. None if the command line requests no help.
     """
-    flag = next((index for index, word in enumerate(arguments) if word in ("--help", "-h")), None)
-    if flag is None:
+    if not {"--help", "-h"}.intersection(arguments):
         return None
-    following = arguments[flag + 1 : flag + 2]
-    # `--help rollout` has a topic. In `--help rollout.engine=hf` and `--help --dry_run` the next word is an option.
-    topic = next((word for word in following if not word.startswith("-") and "=" not in word), "")
     try:
-        print(load("option help", "text", "--help")(schema, topic))
+        print(load("option help", "text", "--help")(schema, arguments))
     except ValueError as error:
         print(f"{program or recipe_of(schema)}: {error}", file=sys.stderr)
         return 2

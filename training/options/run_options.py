@@ -11,7 +11,7 @@ from components.process.heartbeat import listen
 from components.ranges import CountFromZero, Range
 from components.registry import load, require
 from core import beat
-from training.options.schema import Options, errors_of, recipe_of
+from training.options.schema import Options, errors_of, of_plugin, recipe_of
 
 # Progress of components counts as a heartbeat of core in every process. Otherwise a long computation would be taken for
 # a hung process, and terminated after stall_timeout.
@@ -40,10 +40,14 @@ class RunOptions(Options):
     dry_run: bool = False
     """Print the placement of all roles as JSON and exit."""
     assume_devices: str | None = None
-    """With dry_run: plan for other machines than this one. Format: GPUs per machine x machines, as 8x2; with the memory
-    of a GPU, as 8x2x80GB; or 8, for placement.nodes machines. Errors about local models and data are then notes."""
+    """With dry_run or rehearse: plan for other machines than this one. Format: GPUs per machine x machines, as 8x2;
+    with the memory of a GPU, as 8x2x80GB; or 8, for placement.nodes machines. Errors about local models and data are
+    then notes of a dry run."""
     print_config: bool = False
     """Print the complete configuration as YAML and exit."""
+    rehearse: bool = of_plugin("rehearsal", False)
+    """Rehearse the run on this machine without GPUs, with a small copy of the model, and exit with 0 (go) or 1 (no-go).
+    The run is planned for the machines of assume_devices, or for 8 GPUs of 80 GB on each of its nodes."""
     resume: str = "auto"
     """Checkpoint to resume from. `auto`: the latest checkpoint of run_dir, if there is one. A path: that step, run or
     folder of checkpoints. `none`: start a new run; run_dir must not contain one."""
@@ -72,7 +76,7 @@ class RunOptions(Options):
             yield from errors_of("", require, "checkpoint reader", "run", f"resume={self.resume}")
         if self.assume_devices is not None:
             yield from errors_of("", self._check_machines)
-            if not (self.dry_run or self.print_config):
+            if not (self.dry_run or self.print_config or self.rehearse):
                 yield f"assume_devices={self.assume_devices} only works with dry_run; set dry_run=true, or leave it out"
 
     def _check_machines(self) -> None:
