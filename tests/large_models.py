@@ -16,7 +16,9 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-END, START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+END = "<|endoftext|>"
+START = "<|im_start|>"
+TURN_END = "<|im_end|>"
 FIRST_SPECIAL = 151643
 """Id of the first special token of the Qwen family."""
 _QWEN2: dict[str, Any] = {

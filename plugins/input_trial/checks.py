@@ -24,13 +24,17 @@ Rows = Sequence[Mapping[str, Any]]
 Verdict = tuple[str, str]
 """A verdict, and a description. An empty description is not shown."""
 
-PASSED, DOUBTFUL, UNTRIED = "ok", "look", "-"
+PASSED = "ok"
+DOUBTFUL = "look"
+UNTRIED = "-"
 """Verdicts of a check that finds no fault."""
 
 FIRST = 8
 """Number of rows whose prompts are rendered, and whose labels are scored."""
-SLOW_S, TOO_SLOW_S = 10.0, 120.0
-"""Seconds of rewards of a full step above which the reward is reported as slow, and above which it fails."""
+SLOW_S = 10.0
+"""Seconds of rewards of a full step above which the reward is reported as slow."""
+TOO_SLOW_S = 120.0
+"""Seconds of rewards of a full step above which the check fails."""
 SINGLE_S = 0.5
 """Seconds of the reward of one response above which two rows are scored instead of FIRST."""
 SPARE_SHARE = 0.1
@@ -50,8 +54,11 @@ def check_tokenizer(config: Any, full_path: str, tokenizer: PreTrainedTokenizerB
     from transformers import AutoConfig, AutoTokenizer
 
     settings = AutoConfig.from_pretrained(config.model.path).get_text_config()
-    rows, tokens = int(settings.vocab_size), len(tokenizer)
-    ends = settings.eos_token_id if isinstance(settings.eos_token_id, list) else [settings.eos_token_id]
+    rows = int(settings.vocab_size)
+    tokens = len(tokenizer)
+    ends = [settings.eos_token_id]
+    if isinstance(settings.eos_token_id, list):
+        ends = settings.eos_token_id
     lost = [end for end in ends if end is not None and not 0 <= end < tokens]
     if lost:
         raise ValueError(
@@ -59,11 +66,11 @@ def check_tokenizer(config: Any, full_path: str, tokenizer: PreTrainedTokenizerB
             "model"
         )
     if config.model.tokenizer_path:
-        own = AutoTokenizer.from_pretrained(full_path)
-        if not same_vocabulary(tokenizer, own):
+        original = AutoTokenizer.from_pretrained(full_path)
+        if not same_vocabulary(tokenizer, original):
             raise ValueError(
                 f"model.tokenizer_path={config.model.tokenizer_path} has another vocabulary than {full_path}: {tokens} "
-                f"and {len(own)} tokens, or other ids; leave it out"
+                f"and {len(original)} tokens, or other ids; leave it out"
             )
     text = f"{tokens:,} tokens for {rows:,} embeddings, end token {tokenizer.eos_token!r}"
     if rows - tokens > SPARE_SHARE * rows:
@@ -158,7 +165,8 @@ def check_reward(config: Any, rows: Rows, step_size: int) -> Verdict:
         first_s, _ = score(1)
         single_s = first_s if first_s > SLOW_S else score(1)[0]
         # Slow rewards are measured with fewer rows, so that a rehearsal stays short.
-        rows = rows[: 2 if single_s > SINGLE_S else FIRST]
+        if single_s > SINGLE_S:
+            rows = rows[:2]
         seconds, output = score(len(rows))
     if output.failures:
         number, problem = next(iter(output.failures.items()))
@@ -188,7 +196,9 @@ def check_trackers(config: Any) -> Verdict:
             f"the key of W&B has {len(key)} characters; a key has 40 or more letters and digits: copy it from "
             "wandb.ai/authorize"
         )
-    return UNTRIED, "its form is right; W&B is not asked" if key else "no key here; the run writes offline"
+    if not key:
+        return UNTRIED, "no key here; the run writes offline"
+    return UNTRIED, "its form is right; W&B is not asked"
 
 
 def exported(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> Verdict:

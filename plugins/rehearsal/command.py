@@ -74,8 +74,8 @@ def cluster(line: CommandLine[Any]) -> Iterator[None]:
     text = line.value("assume_devices")
     nodes = line.value("placement.nodes")
     devices = line.value("placement.devices_per_node") or line.value("placement.ranks_per_node") or GPUS
-    default = f"{devices}x{nodes or 1}x{GPU_GB}GB"
-    with load("assumed machines", "assuming", "rehearse=true")(default if text is None else str(text)):
+    machines = str(text or f"{devices}x{nodes or 1}x{GPU_GB}GB")
+    with load("assumed machines", "assuming", "rehearse=true")(machines):
         if text is None and nodes is None:
             # Without a number of nodes, the command may still spread its roles over several.
             assumed_machines.set(replace(assumed(), nodes=None))
@@ -159,20 +159,23 @@ class Rehearsal:
     def _shrink(self, paths: Mapping[str, str]) -> None:
         """Write a small copy of every model, and set its path."""
         shrink = load("small model", "shrink", "rehearse=true")
-        head_size = 8 if self.fold.values.get("rollout.engine") != "vllm" else 32
+        head_sizes = {"vllm": load("small model", "head size of kernels")}
+        head_size = head_sizes.get(str(self.fold.values.get("rollout.engine")))
         small_paths: dict[str, list[str]] = {}
         copies: dict[str, tuple[str, int]] = {}
         for option, path in paths.items():
             if not is_made(path) and path not in copies:
                 target = self.folder / "models" / f"model_{len(copies)}"
-                overrides = self.requested.model.config_overrides if option == "model.path" else {}
+                overrides = {"model.path": self.requested.model.config_overrides}.get(option, {})
                 copies[path] = str(target), shrink(path, target, overrides, head_size=head_size)
             small_paths.setdefault(option.partition("[")[0], []).append(copies.get(path, (path, 0))[0])
         for option, folders in small_paths.items():
             self.fold.put(option, ",".join(folders))
         for path, (_, parameters) in copies.items():
             size = model_size(path)
-            full = f"{size.parameters / 1e9:.2g} B" if size else "unknown"
+            full = "unknown"
+            if size is not None:
+                full = f"{size.parameters / 1e9:.2g} B"
             self.table.passed("model", f"{path}: {full} to {parameters / 1e6:.2g} M parameters, random weights")
         self.fold.put("model.config_overrides", {})
 
@@ -235,11 +238,14 @@ class Rehearsal:
 
     def _resumed_options(self, last: int) -> list[str]:
         options = ["checkpoint.every=-1"]
-        return [*options, f"max_steps={last + 1}"] if "max_steps" in self.fold else options
+        if "max_steps" in self.fold:
+            options.append(f"max_steps={last + 1}")
+        return options
 
     def describe_untried(self) -> None:
         """Report the parts that no laptop can rehearse, with the numbers of the plan."""
-        table, memory = self.table, self.plan.memory
+        table = self.table
+        memory = self.plan.memory
         if memory is not None:
             texts = [text for head, text in memory.paragraphs() if head == "memory"]
             try:

@@ -91,7 +91,8 @@ def fold_roles(fold: Fold, plan: Plan) -> None:
     """
     counts = plan.job.placement.processes
     axes = [axis for axis in ("tensor", "context", "expert") if int(fold.values.get(f"parallel.{axis}") or 1) > 1]
-    kept = set(axes[:1]) | ({"expert"} & set(axes) if "tensor" not in axes else set[str]())
+    # Experts are spread over an axis of their own, which excludes the tensor axis.
+    kept = {*axes[:1], *set(axes).intersection(("expert",))}
     for axis in axes:
         name = f"parallel.{axis}"
         if axis in kept:
@@ -107,9 +108,9 @@ def fold_roles(fold: Fold, plan: Plan) -> None:
     fold.changes += [f"{role.lower()} {count} to {few}" for role, count, few in changes]
     if fold.values.get("placement.nodes", 1) > 1:
         fold.changes.append(f"nodes {fold.values['placement.nodes']} to 1")
-    names = ("nodes", "actor_nodes", "critic_nodes", "reference_nodes", "reward_nodes")
-    for name in names:
-        fold.put(f"placement.{name}", 1 if name == "nodes" else None)
+    fold.put("placement.nodes", 1)
+    for name in ("actor_nodes", "critic_nodes", "reference_nodes", "reward_nodes"):
+        fold.put(f"placement.{name}", None)
     fold.put("placement.devices_per_node", None)
     if "placement.ranks_per_node" in fold:
         fold.put("placement.ranks_per_node", min(RANKS, max(counts.values())))
@@ -195,8 +196,8 @@ def fold_sizes(fold: Fold, folder: Path, roles: int) -> None:
         fold.put("train.batch_size", EXAMPLES)
         fold.put("train.epochs", 1)
         fold.put("data.max_samples", held_out + EXAMPLES * steps)
-    for name in ("algorithm.filter_range", "algorithm.dynamic_sampling"):
-        fold.leave_out(name, None if name.endswith("range") else False, "all rewards of an untrained model are equal")
+    for name, value in {"algorithm.filter_range": None, "algorithm.dynamic_sampling": False}.items():
+        fold.leave_out(name, value, "all rewards of an untrained model are equal")
     for name, most in {
         "train.micro_batch_size": EXAMPLES,
         "train.forward_micro_batch_size": EXAMPLES,

@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 
 from training.terminal.view import printable
 
-PASSED, DOUBTFUL, FAILED, UNTRIED = "ok", "look", "FAIL", "-"
+PASSED = "ok"
+DOUBTFUL = "look"
+FAILED = "FAIL"
+UNTRIED = "-"
 """Verdicts. A single FAILED part makes the result a no-go."""
 COLUMNS = 80
 """Maximum width of the table."""

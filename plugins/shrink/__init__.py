@@ -3,4 +3,4 @@
 The plug-in `rehearsal` loads it by kind. config.json is enough: the weights of the large model are not read.
 """
 
-PROVIDES = {"small model": {"shrink": "folder:shrunk_model", "config": "sizes:small_config"}}
+PROVIDES = {"small model": {"shrink": "folder:shrunk_model", "head size of kernels": "sizes:HEAD_SIZE_OF_KERNELS"}}

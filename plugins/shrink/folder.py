@@ -21,7 +21,7 @@ _WANTED_FILES = ["*.json", "*.jinja", "*.txt", "*.model"]
 
 
 def shrunk_model(
-    path: str, folder: Path, overrides: Mapping[str, Any] | None = None, *, head_size: int = HEAD_SIZE, seed: int = 0
+    path: str, folder: Path, overrides: Mapping[str, Any] | None = None, *, head_size: int | None = None, seed: int = 0
 ) -> int:
     """Write a small model of the architecture of a large one. Return its number of parameters.
 
@@ -29,7 +29,7 @@ def shrunk_model(
         path: folder of the large model, or its name on the hub. It needs no weights.
         folder: folder to write. Files of the tokenizer and the generation configuration are links.
         overrides: values that override the config.json of the large model.
-        head_size: size of an attention head of the small model.
+        head_size: size of an attention head of the small model. Default: HEAD_SIZE.
         seed: seed of the random weights.
 
     Raises:
@@ -37,7 +37,7 @@ def shrunk_model(
     """
     source = source_folder(path)
     config = json.loads((source / "config.json").read_text(encoding="utf-8")) | dict(overrides or {})
-    small = small_config(config, head_size)
+    small = small_config(config, head_size or HEAD_SIZE)
     folder.mkdir(parents=True)
     for file in source.iterdir():
         is_weight = any(file.match(pattern) for pattern in WEIGHTS)
@@ -75,17 +75,17 @@ def _write_weights(folder: Path, seed: int) -> int:
     """Write random weights for the config.json of a folder. Return the number of parameters."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     name = next(iter(getattr(config, "architectures", None) or ()), "")
-    kind: Any = getattr(transformers, name, None)
+    kind: Any = getattr(transformers, name, transformers.AutoModelForCausalLM.from_config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
+        model = kind(config)
     # The generation configuration of the large model is a link, which `save_pretrained` would write through.
     generation = folder / "generation_config.json"
-    target = generation.resolve() if generation.is_symlink() else None
-    generation.unlink(missing_ok=True)
+    settings = generation.with_suffix(".large")
+    if generation.is_symlink():
+        generation.rename(settings)
     with without_progress_bars():
         model.float().save_pretrained(folder)
-    if target is not None:
-        generation.unlink(missing_ok=True)
-        generation.symlink_to(target)
+    if settings.is_symlink():
+        settings.replace(generation)
     return sum(parameter.numel() for parameter in model.parameters())
