@@ -29,7 +29,7 @@ def verdicts(folder: Path) -> dict[str, str]:
     return {line[:15].strip(): line[16:].strip() for line in lines if not line.startswith(" ")}
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_a_small_command_is_rehearsed_to_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = write_inputs(tmp_path) | {"placement.nodes": "1", "placement.devices_per_node": "1"}
     code = main(words(options))
