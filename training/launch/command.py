@@ -183,8 +183,7 @@ class Command(ABC, Generic[C]):
                     check_reachable(address)
                 self.check(plan)
             config = plan.config
-            continued = _continued_run(config, plan.recipe)
-            if continued is not None:
+            if (continued := _continued_run(config, plan.recipe)) is not None:
                 load("checkpoint reader", self.DATA, f"run_dir={config.run_dir}")(self, plan, continued)
             observers = open_observers(plan.recipe, config, role_sizes(plan.job))
             # Only now is the folder created, so that a refused command leaves no empty run behind.
