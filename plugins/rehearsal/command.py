@@ -43,7 +43,7 @@ def rehearse(command: Command[Any], line: CommandLine[Any]) -> int:
     require("small model", "shrink", "rehearse=true")
     require("input trial", "template", "rehearse=true")
     with cluster(line):
-        requested = command.asked(line)
+        requested = command.requested_config(line)
         plan = command.plan(requested, line)
         if choose := find(PLAN, CHOICES):
             plan = choose(plan, requested, lambda changed: command.plan(changed, line))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from components.generate.config import HFRolloutConfig
-from components.installed import is_there
+from components.installed import is_available
 from components.weights.choice import BASIC_CARRIERS
 from training.launch.plan import Plan
 from training.tracking.serialization import flat
@@ -143,9 +143,9 @@ def fold_engines(fold: Fold, plan: Plan) -> None:
         # Left to the machine, they would be chosen for a CPU.
         fold.put(f"train.{name}", getattr(plan.config.train, name))
     engine = fold.values.get("rollout.engine")
-    if engine not in (None, "auto", HFRolloutConfig.NAME) and not is_there(str(engine)):
+    if engine not in (None, "auto", HFRolloutConfig.NAME) and not is_available(str(engine)):
         fold.leave_out("rollout.engine", "auto", f"{engine} is not installed here; hf generates")
-    elif engine == "auto" and is_there("vllm"):
+    elif engine == "auto" and is_available("vllm"):
         fold.untried.append(("vllm", "rollout.engine=auto chooses hf for a small model; set vllm to rehearse it"))
     if fold.values.get("rollout.engine") == "vllm":
         # Two engines on two cores would take longer to start than everything else.
@@ -156,7 +156,7 @@ def fold_engines(fold: Fold, plan: Plan) -> None:
     carrier = fold.values.get("rollout.weight_sync")
     if carrier not in (None, *BASIC_CARRIERS):
         fold.leave_out("rollout.weight_sync", "auto", "this carrier needs GPUs; shared memory carries the weights")
-    if fold.values.get("train.engine") == "deepspeed" and not is_there("deepspeed"):
+    if fold.values.get("train.engine") == "deepspeed" and not is_available("deepspeed"):
         fold.leave_out("train.engine", "fsdp", "deepspeed is not installed here")
         fold.put("train.zero_stage", max(2, int(fold.values.get("train.zero_stage") or 2)))
     for name in ("train.adam_offload", "critic.adam_offload"):
