@@ -44,7 +44,7 @@ def has_plain_head(model: nn.Module) -> bool:
     if head is None:
         return False
     next_11V = torch.randn(1, 1, head.out_features, generator=torch.Generator().manual_seed(0)).to(head.weight)
-    with torch.no_grad(), _forward_of(head, lambda _: next_11V):
+    with torch.no_grad(), replaced_forward(head, lambda _: next_11V):
         logits_11V = model(input_ids=head.weight.new_zeros(1, 1, dtype=torch.int64), use_cache=False).logits
     return logits_11V.shape == next_11V.shape and torch.equal(logits_11V, next_11V)
 
@@ -82,7 +82,7 @@ def logprobs_for_logits(
         # The result is not a view of [M, 2], because a view would lose the hooks that fully_shard puts on the output.
         return torch.stack([x_M[None] for x_M in (logprob_M, entropy_M) if x_M is not None], dim=-1)
 
-    with _forward_of(head, forward):
+    with replaced_forward(head, forward):
         yield
 
 
@@ -212,7 +212,7 @@ def _head(model: nn.Module) -> nn.Linear | None:
 
 
 @contextlib.contextmanager
-def _forward_of(module: nn.Module, forward: Any) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
     """Context manager in which `forward` replaces the forward method of a module. Its hooks still run."""
     before = vars(module).get("forward")
     module.forward = forward

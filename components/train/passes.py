@@ -34,11 +34,11 @@ def evaluate_together(
         batch: sequences of this rank. Ranks may have different numbers of sequences.
         limits: limits of a micro-batch.
         device: device of the micro-batches that `compute` receives.
-        compute: function (model, micro-batch of n tokens) -> [n].
+        compute: function (model, micro-batch of n tokens) -> [n, ...].
         is_collective: passes gather parameters, so all ranks must make the same number of passes.
 
     Returns:
-        [N] on the CPU, in the order of `batch`.
+        [N, ...] on the CPU, in the order of `batch`.
 
     Raises:
         ValueError: passes are collective, and this rank has no sequence for the passes that other ranks make.
@@ -77,10 +77,10 @@ def evaluate(
         batch: B sequences.
         plan: positions of the sequences of each micro-batch. Every sequence occurs once.
         device: device of the micro-batches that `compute` receives.
-        compute: function (micro-batch of n tokens) -> [n].
+        compute: function (micro-batch of n tokens) -> [n, ...].
 
     Returns:
-        [N] on the CPU, in the order of `batch`.
+        [N, ...] on the CPU, in the order of `batch`.
     """
     if not plan:
         return torch.zeros(0)
@@ -92,5 +92,5 @@ def evaluate(
             beat()
     # The plan sorts sequences into micro-batches; the results are returned to the order of the batch.
     order_B = torch.cat(plan)
-    shuffled = Batch(batch.lengths[order_B], {"result": torch.cat(parts)})
-    return shuffled.select(order_B.argsort())["result"]
+    shuffled = Batch(batch.lengths[order_B], {"row": torch.arange(batch.num_tokens)})
+    return torch.cat(parts)[shuffled.select(order_B.argsort())["row"]]

@@ -7,7 +7,7 @@ These option values load it: `data.path=task:sort`, `model.path=warm_start:sort`
 PROVIDES = {
     "data source": {"task": "sources:TaskSource"},
     "scorer": {"sort": "scorers:sort", "word": "scorers:word", "guess": "scorers:guess"},
-    "model source": {"warm_start": "models:WarmStartModel"},
+    "model source": {"warm_start": "models:WarmStartModel", "expert": "models:ExpertModel"},
     "new model": {"new": "models:NewTinyModel"},
     "environment": {"guess": "guess:__file__"},
 }

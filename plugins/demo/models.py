@@ -1,4 +1,4 @@
-"""Model sources for the values of `model.path`: `warm_start:<task>`, `new:<task>` and `new:text`.
+"""Model sources for the values of `model.path`: `warm_start:<task>`, `expert:<task>`, `new:<task>` and `new:text`.
 
 This module imports without torch; making a tokenizer or a model imports it.
 """
@@ -52,13 +52,18 @@ class WarmStartModel(MadeModel):
         """See `MadeModel.data_source`."""
         return f"task:{self.name}"
 
+    @property
+    def settings(self) -> WarmStartSettings:
+        """Settings of the training."""
+        return WarmStartSettings(task=self.name)
+
     def check(self) -> None:
         """See `MadeModel.check`."""
-        check_warm_start(WarmStartSettings(task=self.name))
+        check_warm_start(self.settings)
 
     def make(self, progress: Callable[[str], None]) -> Path:
         """See `MadeModel.make`."""
-        return ensure_warm_start(WarmStartSettings(task=self.name), progress)
+        return ensure_warm_start(self.settings, progress)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """See `MadeModel.tokenizer`."""
@@ -70,6 +75,25 @@ class WarmStartModel(MadeModel):
     def config(self) -> dict[str, Any]:
         """See `MadeModel.config`."""
         return config_of_task(self._task)
+
+
+class ExpertModel(WarmStartModel):
+    """`expert:<task>`: a model trained on correct answers only, such as the teacher of a demonstration."""
+
+    def __init__(self, name: str) -> None:
+        """See `MadeModel`.
+
+        Raises:
+            ValueError: there is no such task, or its answers are games.
+        """
+        super().__init__(name)
+        if "messages" in self._task.demonstrations(1, 0)[0]:
+            raise ValueError(f"task {name!r} is a game, which has no single correct answer; set expert:sort")
+
+    @property
+    def settings(self) -> WarmStartSettings:
+        """See `WarmStartModel.settings`."""
+        return WarmStartSettings(task=self.name, is_correct=True)
 
 
 class NewTinyModel(NewModel):

@@ -104,8 +104,13 @@ class Task(ABC):
             label_of[prompt] = label
         return [{"input": prompt, "label": label} for prompt, label in label_of.items()]
 
-    def demonstrations(self, count: int, seed: int) -> list[dict[str, Any]]:
+    def demonstrations(self, count: int, seed: int, is_correct: bool = False) -> list[dict[str, Any]]:
         """Draw `count` demonstrations. Held-out prompts are excluded.
+
+        Args:
+            count: number of demonstrations.
+            seed: seed of the prompts.
+            is_correct: demonstrate the labels only, which are correct answers.
 
         Returns:
             Rows of `{"prompt", "response"}`. Rows of a game are `{"messages"}`, in which the policy is the assistant.
@@ -117,7 +122,7 @@ class Task(ABC):
             if is_heldout(prompt):
                 continue
             response = label
-            if len(rows) >= self.clean_share * count:
+            if not is_correct and len(rows) >= self.clean_share * count:
                 response = self.demonstrate(prompt, label, rng)
             if isinstance(response, str):
                 rows.append({"prompt": prompt, "response": response})

@@ -55,6 +55,9 @@ class WarmStartSettings(Checked):
     batch_size: Count | None = None
     """Number of demonstrations per step. Each demonstration is used once. Default: the number set by the task."""
 
+    is_correct: bool = False
+    """Train on correct answers only, which gives an expert and not a start."""
+
     def __post_init__(self) -> None:
         lessons = get_task(self.task).lessons
         for name in ("steps", "batch_size"):
@@ -225,7 +228,7 @@ def _train(settings: WarmStartSettings, folder: Path, progress: Callable[[str], 
     assert settings.steps and settings.batch_size  # set from the task by __post_init__
     task = get_task(settings.task)
     tokenizer = task_tokenizer(task)
-    rows = task.demonstrations(settings.steps * settings.batch_size, settings.seed)
+    rows = task.demonstrations(settings.steps * settings.batch_size, settings.seed, settings.is_correct)
     data = encode_demonstrations(rows, tokenizer).batch
     threads = torch.get_num_threads()
     # Two threads are slower for a model of this size, and one thread gives the same result on all similar machines.

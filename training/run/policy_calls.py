@@ -71,6 +71,11 @@ class PolicyCalls:
         return [group for role in (Role.ACTOR, Role.CRITIC) if (group := RoleGroup(role, optional=True))]
 
     @property
+    def reference_model(self) -> str:
+        """Path of the model that the reference role loads first."""
+        return self.config.model.path
+
+    @property
     def engines(self) -> int:
         """Number of engines that sample."""
         return len(self.samplers)
@@ -126,7 +131,7 @@ class PolicyCalls:
         self.finish_loading(loading[0])
         loading.append(self.trainer.RG_ACTOR.load(path, steps))
         if self.config.has_reference_role:
-            loading.append(self.trainer.RG_REFERENCE.load(path))
+            loading.append(self.trainer.RG_REFERENCE.load(self.reference_model))
         remote_call.wait_all(loading)
 
     def begin(self, prompts: list[Batch | None], sampling: SamplingConfig) -> None:

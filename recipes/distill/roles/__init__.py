@@ -1,0 +1,1 @@
+"""Worker classes of the recipe, one per role."""
