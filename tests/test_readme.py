@@ -79,7 +79,7 @@ def test_names_listed_as_kept_by_the_migration_page_exist() -> None:
         assert name in names, f"docs/core_migration.md says that {name} is kept"
 
 
-MOST_FILES = {"grpo": 6, "multi_turn": 6, "reinforce_pp": 6, "openrlhf_ppo": 10, "verl_ppo": 10}
+MOST_FILES = {"grpo": 6, "multi_turn": 6, "reinforce_pp": 6, "distill": 6, "openrlhf_ppo": 10, "verl_ppo": 10}
 
 
 @pytest.mark.parametrize("recipe", MOST_FILES)

@@ -19,6 +19,9 @@ from typing import Any
 from recipe_runs import ROOT, RunFolder
 
 
+SET_BY_LIBRARIES = ("LD_LIBRARY_PATH", "TORCHINDUCTOR_CACHE_DIR")
+
+
 class LocalRun(RunFolder):
     """A finished run with `backend=local`."""
 
@@ -96,8 +99,9 @@ def state_of_process() -> dict[str, Any]:
 
     return {
         "folder": Path.cwd(),
-        # OpenCV, which transformers imports for the tokenizers of Mistral's models, prepends to LD_LIBRARY_PATH.
-        "environment": {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"},
+        # OpenCV, which transformers imports for the tokenizers of Mistral's models, prepends to LD_LIBRARY_PATH. Torch
+        # sets the other one in the first checkpointed pass.
+        "environment": {name: value for name, value in os.environ.items() if name not in SET_BY_LIBRARIES},
         "handlers": {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)},
         "dtype": torch.get_default_dtype(),
         "threads": torch.get_num_threads(),
