@@ -33,6 +33,7 @@ Read the metrics in this order:
 """
 ABOUT = {
     "reward/": "Rewards of the responses of a step. In the recipe `reward_model`: the training of the reward model.",
+    "distill/": "Agreement of student and teacher in on-policy distillation.",
     "actor/": "Update of the policy: means over the optimizer steps of a step, and over tokens.",
     "critic/": "Update of the critic, if the recipe has one.",
     "rollout/": "Rollouts of the step, and the difference between the distributions of engine and trainer.",

@@ -18,7 +18,6 @@ from typing import Any
 
 from recipe_runs import ROOT, RunFolder
 
-
 SET_BY_LIBRARIES = ("LD_LIBRARY_PATH", "TORCHINDUCTOR_CACHE_DIR")
 
 
