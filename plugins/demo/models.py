@@ -42,28 +42,27 @@ def config_of_task(task: Task) -> dict[str, Any]:
 class WarmStartModel(MadeModel):
     """`warm_start:<task>`: a model trained on a task's demonstrations, most of which are not correct answers."""
 
+    IS_CORRECT = False
+    """See `WarmStartSettings.is_correct`."""
+
     def __init__(self, name: str) -> None:
         """See `MadeModel`."""
         super().__init__(name)
         self._task = get_task(name)
+        self._settings = WarmStartSettings(task=name, is_correct=self.IS_CORRECT)
 
     @property
     def data_source(self) -> str:
         """See `MadeModel.data_source`."""
         return f"task:{self.name}"
 
-    @property
-    def settings(self) -> WarmStartSettings:
-        """Settings of the training."""
-        return WarmStartSettings(task=self.name)
-
     def check(self) -> None:
         """See `MadeModel.check`."""
-        check_warm_start(self.settings)
+        check_warm_start(self._settings)
 
     def make(self, progress: Callable[[str], None]) -> Path:
         """See `MadeModel.make`."""
-        return ensure_warm_start(self.settings, progress)
+        return ensure_warm_start(self._settings, progress)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """See `MadeModel.tokenizer`."""
@@ -78,22 +77,9 @@ class WarmStartModel(MadeModel):
 
 
 class ExpertModel(WarmStartModel):
-    """`expert:<task>`: a model trained on correct answers only, such as the teacher of a demonstration."""
+    """`expert:<task>`: a model trained on correct responses only, such as the teacher of a demonstration."""
 
-    def __init__(self, name: str) -> None:
-        """See `MadeModel`.
-
-        Raises:
-            ValueError: there is no such task, or its answers are games.
-        """
-        super().__init__(name)
-        if "messages" in self._task.demonstrations(1, 0)[0]:
-            raise ValueError(f"task {name!r} is a game, which has no single correct answer; set expert:sort")
-
-    @property
-    def settings(self) -> WarmStartSettings:
-        """See `WarmStartModel.settings`."""
-        return WarmStartSettings(task=self.name, is_correct=True)
+    IS_CORRECT = True
 
 
 class NewTinyModel(NewModel):

@@ -110,7 +110,7 @@ class Task(ABC):
         Args:
             count: number of demonstrations.
             seed: seed of the prompts.
-            is_correct: demonstrate the labels only, which are correct answers.
+            is_correct: demonstrate the labels only.
 
         Returns:
             Rows of `{"prompt", "response"}`. Rows of a game are `{"messages"}`, in which the policy is the assistant.

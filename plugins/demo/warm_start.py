@@ -56,10 +56,13 @@ class WarmStartSettings(Checked):
     """Number of demonstrations per step. Each demonstration is used once. Default: the number set by the task."""
 
     is_correct: bool = False
-    """Train on correct answers only, which gives an expert and not a start."""
+    """Train on correct responses only, which gives an expert and not a start. Not for games."""
 
     def __post_init__(self) -> None:
-        lessons = get_task(self.task).lessons
+        task = get_task(self.task)
+        lessons = task.lessons
+        if self.is_correct and "messages" in task.demonstrations(1, 0)[0]:
+            raise ValueError(f"task {self.task!r} is a game, which has no single correct response; set expert:sort")
         for name in ("steps", "batch_size"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, getattr(lessons, name))

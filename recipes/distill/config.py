@@ -61,7 +61,7 @@ class TeacherOptions(Options, group="teacher"):
 
     path: str = ""
     """Local folder or hub name of the teacher, or `expert:<task>`, a tiny demonstration model trained on correct
-    answers. It must have the tokenizer of the student. placement.references and placement.frozen_models place it."""
+    responses. It must have the tokenizer of the student. placement.references and placement.frozen_models place it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

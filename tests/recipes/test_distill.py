@@ -69,7 +69,7 @@ def test_the_kl_of_a_position_is_its_baseline() -> None:
         ("algorithm.kl_coef=0.1", ["takes the place of a reference model"]),
         ("algorithm.reward_coef=1 samples_per_prompt=1", ["samples_per_prompt=1"]),
         ("algorithm.divergence=jsd algorithm.jsd_beta=1", ["jsd_beta"]),
-        ("teacher.path=expert:guess", ["guess", "no single correct answer"]),
+        ("teacher.path=expert:guess", ["guess", "no single correct response"]),
         ("teacher.path=", ["teacher.path is empty"]),
     ],
 )
