@@ -29,7 +29,7 @@ def test_the_overview_lists_the_recipes_own_options_and_those_of_plugins() -> No
     lines = help_text(GRPOConfig).splitlines()
     assert any(line.startswith("  algorithm.std_norm=true ") for line in lines)
     assert not any(line.startswith("  rollout.top_p") for line in lines)
-    assert any(line.split()[:2] == ["vllm", "6"] for line in lines)
+    assert any(line.split()[:2] == ["vllm", "7"] for line in lines)
 
 
 def test_help_of_a_group_lists_plugin_options_separately() -> None:
