@@ -64,7 +64,10 @@ class ControlServer:
     def __init__(
         self, ip: str, key: bytes, answer: Mapping[str, Callable[..., Any]], orphaned: Callable[[], None] = lambda: None
     ) -> None:
-        self._listener = Listener((ip, 0), family="AF_INET6" if ":" in ip else "AF_INET")
+        family = "AF_INET"
+        if ":" in ip:
+            family = "AF_INET6"
+        self._listener = Listener((ip, 0), family=family)
         self._key = key
         self.address: Any = self._listener.address[:2]  # an IPv6 address has two more numbers
         self._answer = answer
