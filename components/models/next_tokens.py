@@ -74,7 +74,9 @@ def _read_next(
     def read_states(state_SH: Tensor, ids_SK: Tensor, *weights: Tensor | None) -> Tensor:
         logits_SV = state_SH
         if weights:
-            logits_SV = linear(state_SH.to(weights[0].dtype), *weights)  # pyright: ignore[reportOptionalMemberAccess]
+            weight_VH, bias_V = weights
+            assert weight_VH is not None
+            logits_SV = linear(state_SH.to(weight_VH.dtype), weight_VH, bias_V)
         return read(torch.log_softmax(logits_SV.float() / (temperature or 1.0), -1), ids_SK)
 
     def read_all(state_MH: Tensor, vocabulary: int, *weights: Tensor | None) -> Tensor:

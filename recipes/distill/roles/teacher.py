@@ -15,7 +15,7 @@ from ..config import DistillConfig
 class Teacher(ReferenceWorker):
     """One instance of the teacher, which takes the place of a reference model."""
 
-    config: DistillConfig
+    config: DistillConfig  # pyright: ignore[reportIncompatibleVariableOverride]: it is only read
 
     @trainer_invocation(blocking=False, idempotent=True, post_func=Batch.concat)
     def logprobs(self, tokens: Batch) -> Batch:

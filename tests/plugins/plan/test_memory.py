@@ -306,7 +306,7 @@ def test_a_process_with_two_uses_holds_the_memory_of_both() -> None:
     ("axes", "ranks", "groups"),
     [({}, 1, 0), ({}, 4, 1), ({"tensor": 2}, 4, 3), ({"context": 2, "tensor": 2}, 8, 4), ({"expert": 2}, 4, 3)],
 )
-def test_each_process_group_of_nccl_has_buffers_of_its_own(axes: dict[str, int], ranks: int, groups: int) -> None:
+def test_each_process_group_of_nccl_has_buffers_of_its_own(axes: dict[str, Any], ranks: int, groups: int) -> None:
     config = TrainConfig(engine="fsdp", zero_stage=3, **axes)
     need = training(None, config, ranks, tokens=16, gpu=True)
     assert need.base == CONTEXT_BYTES + groups * NCCL_BYTES
