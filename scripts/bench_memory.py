@@ -47,6 +47,7 @@ from components.train.opening import open_engine  # noqa: E402
 from components.train.process_group import init_process_group  # noqa: E402
 from components.train.state import EngineState, save_state  # noqa: E402
 from components.weights.bucket_sizes import BUCKET_BYTES  # noqa: E402
+from plugins.reference_updates.weights import save as save_frozen  # noqa: E402
 from plugins.resume.engine_state import load_state  # noqa: E402
 
 VOCABULARY = 32_000
@@ -141,7 +142,7 @@ def measured(folder: Path, kind: str, work: str, say: Callable[[str], object] = 
         config = FrozenConfig(precision="bf16", limits=PassLimits(max_tokens=TOKENS), layout="sharded")
         frozen = phase("load", lambda: open_frozen_policy(folder / "model", config))
         phase("forward", lambda: frozen.forward(sequences(1), policy_logprobs))
-        phase("save_hf", lambda: frozen.save_hf(folder / "hf", writes=rank == 0))
+        phase("save_hf", lambda: save_frozen(frozen, folder / "hf", writes=rank == 0))
         return record | {"digest": ""}
     engine: TrainEngine = phase("load", lambda: engine_of(folder / "model", kind))
     if work == "train":
