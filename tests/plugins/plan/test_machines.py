@@ -212,7 +212,7 @@ def test_a_plan_may_use_half_the_gpus_of_two_nodes(capsys: pytest.CaptureFixture
         (["placement.actor_nodes=1", "placement.nodes=2"], ["placement.actor_nodes=1", "placement.colocate=false"]),
         (
             ["placement.colocate=false", "rollout.tensor_parallel=16", "placement.rollout_engines=1"],
-            ["ROLLOUT", "16 devices on one node", "a node has 8"],
+            ["rollout.tensor_parallel=16", "a machine has 8 GPUs", "Set at most 8"],
         ),
     ],
 )
