@@ -203,6 +203,35 @@ def play_verl_ppo(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]
     return metrics
 
 
+def play_distill(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
+    """Replay distill with the sum over the teacher's candidates. The teacher is another untrained model."""
+    from recipes.distill.algorithm import add_advantages
+    from recipes.distill.main import read_config
+    from recipes.distill.roles.actor import Actor
+    from recipes.distill.roles.teacher import Teacher
+
+    path = f"{stage.folder}/teacher"
+    tiny_model(task_tokenizer(get_task("sort")), 1, hidden=32, layers=1, intermediate=64).save_pretrained(path)
+    options = f"""run_dir={stage.folder} model.path={model} teacher.path={path} data.path=task:sort
+        prompts_per_step={PROMPTS} samples_per_prompt={SAMPLES} train.mini_batch_size={PROMPTS * SAMPLES // 2}
+        rollout.max_new_tokens=8 train.learning_rate=1e-2 train.eps={EPS} algorithm.loss=divergence algorithm.top_k=5
+        algorithm.divergence=jsd algorithm.correction=tis"""
+    config = read_config(options.split())
+    actor = stage.role(Actor, config)
+    teacher = stage.role(Teacher, config)
+    actor["load"](model, STEPS)
+    teacher["load"](path)
+    metrics = []
+    for number, samples in enumerate(steps, 1):
+        tokens = samples.only("tokens")
+        scores = teacher["logprobs"](tokens).per_token
+        student = actor["logprobs"](tokens, temperature=1.0).per_token
+        top = actor["student_top"](tokens.with_tokens(**scores)).per_token
+        experience = add_advantages(samples.with_tokens(**scores, **student, **top), config)
+        metrics.append(summary(experience) | actor["update"](experience, number))
+    return metrics
+
+
 def play_sft(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
     """Replay sft: one optimizer step per stored mini-batch."""
     from recipes.sft.main import read_config
@@ -249,6 +278,7 @@ def play_dpo(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
 Play = Callable[[Stage, str, list[Batch]], list[Metrics]]
 
 RECIPES: dict[str, Play] = {
+    "distill": play_distill,
     "dpo": play_dpo,
     # With all terms of the loss: KL, clip-higher, correction, overlong penalty.
     "grpo": partial(

@@ -1,7 +1,7 @@
 """Advantages of responses: how much better each was than the others to the same prompt.
 
 B responses. `group_mean_baseline`, `rloo` and `group_norm` turn rewards [B] into rewards [B], which
-`rewards.token_rewards` then puts on tokens. Dr. GRPO is `group_mean_baseline` with the aggregation
+`token_rewards.token_rewards` then puts on tokens. Dr. GRPO is `group_mean_baseline` with the aggregation
 seq-mean-token-sum-norm. `returns` has the advantages of tokens, `group_advantages` further comparisons.
 """
 

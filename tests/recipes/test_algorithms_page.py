@@ -11,6 +11,7 @@ from typing import get_args
 
 import pytest
 
+from recipes.distill.config import DistillConfig
 from recipes.dpo.config import DPOConfig
 from recipes.grpo.config import GRPOConfig
 from recipes.openrlhf_ppo import config
@@ -26,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 LOSSES = ("policy_losses", "ratio_losses", "covariance_losses", "preference_losses", "supervised", "value_losses")
 ADVANTAGES = ("advantages", "group_advantages", "returns")
-MODULES = (*ADVANTAGES, "aggregation", "correction", "kl", "resampling", "rewards", *LOSSES)
+SPLIT = ("distillation", "group_filter", "token_rewards")
+MODULES = (*ADVANTAGES, "aggregation", "correction", "kl", "resampling", "rewards", *SPLIT, *LOSSES)
 IN_CODE = set(re.findall(r"`([^`\s(]+)", PAGE))
 
 
@@ -59,7 +61,7 @@ def test_every_option_named_on_the_page_exists() -> None:
     verls += ["actor.clip_ratio", "actor.clip_ratio_low", "actor.clip_ratio_high", "reward_model.reward_manager"]
     verls += ["reward_model.enable"]
     dotted = {name for name in IN_CODE if re.fullmatch("(actor|critic|algorithm|reward_model)([.][a-z_]+)+", name)}
-    schemas = (PPOConfig, RewardModelConfig, DPOConfig, GRPOConfig)
+    schemas = (PPOConfig, RewardModelConfig, DPOConfig, DistillConfig, GRPOConfig)
     options = {option.name for schema in schemas for option in options_of(schema)} | {"actor_rollout_ref", "low_high"}
     assert dotted - {"algorithm.py", "algorithm.rollout_correction"} - set(verls) - options == set()
     options |= {name.rpartition(".")[2] for name in verls if name.startswith("algorithm.rollout_correction.")}

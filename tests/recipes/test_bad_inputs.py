@@ -84,6 +84,8 @@ def test_an_invalid_input_is_reported_in_one_line_before_the_start(
         usual = [f"run_dir={run}", f"{of_model}={model}", f"{of_data}=task:sort"]
         if recipe == "multi_turn":
             usual.append("agent.func_path=env:guess")
+        if recipe == "distill":
+            usual.append(f"teacher.path={model}")
         code = main([*(option for option in usual if not word.startswith(option.partition("=")[0])), word])
         (line,) = capsys.readouterr().err.splitlines()
         assert code == 2, word
