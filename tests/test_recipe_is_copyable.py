@@ -33,6 +33,12 @@ TRIALS = {
         "actor/nll",
         f"{OF_PAIRS} algorithm.nll_loss_coef=1",
     ),
+    "distill": Trial(
+        'shaped_reward=samples["reward"]',
+        'shaped_reward=samples["reward"] + 7',
+        "reward/shaped",
+        f"{OF_LOOPS} teacher.path=warm_start:sort",
+    ),
     "grpo": Trial('return samples["reward"]', 'return samples["reward"] + 7', "reward/shaped", OF_LOOPS),
     "reinforce_pp": Trial(
         "return reward_B.clamp(*config.algorithm.reward_range)",

@@ -64,10 +64,7 @@ class ControlServer:
     def __init__(
         self, ip: str, key: bytes, answer: Mapping[str, Callable[..., Any]], orphaned: Callable[[], None] = lambda: None
     ) -> None:
-        family = "AF_INET"
-        if ":" in ip:
-            family = "AF_INET6"
-        self._listener = Listener((ip, 0), family=family)
+        self._listener = Listener((ip, 0), family=socket.getaddrinfo(ip, 0)[0][0].name)
         self._key = key
         self.address: Any = self._listener.address[:2]  # an IPv6 address has two more numbers
         self._answer = answer

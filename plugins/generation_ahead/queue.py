@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from training.run.queue import Queued, RolloutQueue
@@ -77,11 +78,11 @@ class AheadQueue(RolloutQueue[Item]):
         with self._changed:
             return super()._begin_next()
 
-    def _add(self, step: int, batch: Item | None, dropped: Item | None, seconds: dict[str, float]) -> bool:
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
         with self._changed:
-            is_added = super()._add(step, batch, dropped, seconds)
+            yield
             self._changed.notify_all()
-        return is_added
 
     def _seconds(self) -> dict[str, float]:
         return self._clock.take_phases()

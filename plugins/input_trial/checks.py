@@ -96,7 +96,7 @@ def check_template(config: Any, rows: Rows, tokenizer: PreTrainedTokenizerBase) 
                 whole = render_conversation([*messages, {"role": "assistant", "content": answer}], tokenizer)
                 # The prompt may contain the text of the answer too, such as a number.
                 added = whole if whole.count(answer.strip()) > rendered.count(answer.strip()) else ""
-                _find(added, answer, f"row {number}: the template drops the answer: the assistant's")
+                _find(added, answer, f"row {number}: the template drops the response: the assistant's")
     if templated:
         return PASSED, f"the first {templated} conversations keep every message and the answer"
     warning = "prompt" in rows[0] or unused_template(config.data, rows[0].get("input"), tokenizer)

@@ -145,8 +145,7 @@ class Command(ABC, Generic[C]):
         began = time.time()
         # File names and messages may hold any characters, also under a locale that cannot print them.
         accept_any_text()
-        if arguments is None:
-            arguments = sys.argv[1:]
+        arguments = sys.argv[1:] if arguments is None else arguments
         if (code := print_help(self.schema, arguments)) is not None:
             return code
         line = CommandLine(self.schema, self.words(arguments))
@@ -165,8 +164,7 @@ class Command(ABC, Generic[C]):
                 if choose := find(PLAN, CHOICES):
                     plan = choose(plan, requested, lambda changed: self.plan(changed, line))
                 plan.absent = absent
-                if prepare_workers := find("job environment", "workers"):
-                    plan.notes = [*plan.notes, *prepare_workers(plan.job, plan.config)]
+                _prepare_workers(plan)
                 plan.notes = [*line.notes, *(line.renamed(note) for note in plan.notes)]
                 if requested.print_config:
                     plan.print_config(requested, line.named)
@@ -235,6 +233,12 @@ class Command(ABC, Generic[C]):
         except KeyboardInterrupt:
             print(f"{self.folder.name}: stopped before the start", file=sys.stderr, flush=True)
             sys.exit(128 + stopped_by)
+
+
+def _prepare_workers(plan: Plan) -> None:
+    """Let a plug-in add to the environment of the workers, and note what it adds."""
+    if prepare := find("job environment", "workers"):
+        plan.notes = [*plan.notes, *prepare(plan.job, plan.config)]
 
 
 def _check_text(arguments: Sequence[str]) -> None:

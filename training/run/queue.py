@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -165,7 +166,22 @@ class RolloutQueue(Generic[Item]):
         if step is None:
             return False
         batch = self._generate(step)
-        return self._add(step, batch, self._dropped(), self._seconds())
+        with self._changing():
+            # The generation was cut short by the stop. `_under_way` stays, so a resume repeats it.
+            if batch is None and self.ending:
+                return False
+            self._under_way = None
+            # The data ended early: the run has fewer steps than were planned.
+            if batch is None:
+                self.steps = step - 1
+                return False
+            metrics = dict(self._metrics())
+            self._queue.append(Queued(batch, metrics, self._seconds(), self._most_stale, self._dropped()))
+        return True
+
+    def _changing(self) -> AbstractContextManager[None]:
+        """Return the context in which a generated batch is added to the queue."""
+        return nullcontext()
 
     def _begin_next(self) -> int | None:
         """Return the step of the batch after the queued ones, or None if no more are needed."""
@@ -175,19 +191,6 @@ class RolloutQueue(Generic[Item]):
         # A checkpoint that is written from now on, or after a failure, has to generate the same samples again.
         self._under_way = self._source_states()
         return step
-
-    def _add(self, step: int, batch: Item | None, dropped: Item | None, seconds: dict[str, float]) -> bool:
-        """Queue the batch of a step. Return False if there is none."""
-        # The generation was cut short by the stop. `_under_way` stays, so a resume repeats it.
-        if batch is None and self.ending:
-            return False
-        self._under_way = None
-        # The data ended early: the run has fewer steps than were planned.
-        if batch is None:
-            self.steps = step - 1
-            return False
-        self._queue.append(Queued(batch, dict(self._metrics()), seconds, self._most_stale, dropped))
-        return True
 
     def _seconds(self) -> dict[str, float]:
         """Return the seconds of the phases of the last generation, if another thread than the loop's ran it."""

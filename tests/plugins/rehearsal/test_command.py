@@ -65,7 +65,7 @@ def test_template_reward_and_key_are_judged_together(
     monkeypatch.setenv("WANDB_API_KEY", "not-a-key")
     code, parts, _ = rehearsed(capsys, options)
     assert code == 1
-    assert "the template drops the answer: the assistant's text '1' is missing" in parts["template"][1]
+    assert "the template drops the response: the assistant's text '1' is missing" in parts["template"][1]
     assert "is too slow: 2.0 s a response; 1024 responses take 2,0" in parts["reward"][1]
     assert "the key of W&B has 9 characters" in parts["W&B key"][1]
     assert {parts[name][0] for name in ("template", "reward", "W&B key")} == {"FAIL"}

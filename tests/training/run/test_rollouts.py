@@ -228,7 +228,7 @@ def test_responses_that_cannot_be_decoded_do_not_end_a_run(tmp_path: Path, caplo
     assert [(event.step, event.sample) for event in events] == [(1, None), (11, None)]
     switched_off = [record.getMessage() for record in caplog.records]
     assert len(switched_off) == 3
-    for text, what in zip(switched_off, ("answer", "tokenizer", "samples")):
+    for text, what in zip(switched_off, ("response", "tokenizer", "samples")):
         assert what in text
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
