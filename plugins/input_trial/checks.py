@@ -98,7 +98,7 @@ def check_template(config: Any, rows: Rows, tokenizer: PreTrainedTokenizerBase) 
                 added = whole if whole.count(answer.strip()) > rendered.count(answer.strip()) else ""
                 _find(added, answer, f"row {number}: the template drops the response: the assistant's")
     if templated:
-        return PASSED, f"the first {templated} conversations keep every message and the answer"
+        return PASSED, f"the first {templated} conversations keep every message and the response"
     warning = "prompt" in rows[0] or unused_template(config.data, rows[0].get("input"), tokenizer)
     if isinstance(warning, str):
         return DOUBTFUL, warning.removeprefix("warning: ")
@@ -181,7 +181,7 @@ def check_reward(config: Any, rows: Rows, step_size: int) -> Verdict:
     if total_s > SLOW_S:
         return DOUBTFUL, f"{text}; {step}; raise reward.workers"
     if max(rewards) <= 0:
-        return DOUBTFUL, f"{text}: no label is a right answer; compare the form that the reward reads"
+        return DOUBTFUL, f"{text}: no label is a correct response; compare the form that the reward reads"
     return PASSED, text
 
 
