@@ -226,8 +226,7 @@ def play_distill(stage: Stage, model: str, steps: list[Batch]) -> list[Metrics]:
         tokens = samples.only("tokens")
         scores = teacher["logprobs"](tokens).per_token
         student = actor["logprobs"](tokens, temperature=1.0).per_token
-        top = actor["student_top"](tokens.with_tokens(**scores)).per_token
-        experience = add_advantages(samples.with_tokens(**scores, **student, **top), config)
+        experience = add_advantages(samples.with_tokens(**scores, **student), config)
         metrics.append(summary(experience) | actor["update"](experience, number))
     return metrics
 

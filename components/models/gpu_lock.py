@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -13,6 +14,8 @@ from components.process.heartbeat import beat
 
 WITHIN_S = 900.0
 """Maximum time in seconds to wait for the lock. Starting an engine of a large model takes minutes."""
+NO_GPU = {"", "-1"}
+"""Entries of CUDA_VISIBLE_DEVICES that hide all GPUs."""
 _LOOK_S = 0.05
 _log = logging.getLogger(__name__)
 
@@ -24,13 +27,13 @@ def gpu_memory_locked(within_s: float = WITHIN_S) -> Iterator[None]:
     vLLM ends with an error if the free memory of its GPU grows while it starts, or shrinks while it goes to sleep. So
     engines hold the lock during both, and trainers hold it while they move their state to host memory or back.
 
-    Without the variable, or if it is empty, nothing is locked. If another process holds a lock for more than `within_s`
-    seconds, the block is run without it, with a warning.
+    Without the variable, or if it names no GPU, nothing is locked. If another process holds a lock for more than
+    `within_s` seconds, the block is run without it, with a warning.
     """
     with contextlib.ExitStack() as held:
         # Sorted, so that two processes with the same GPUs never wait for each other.
-        for name in sorted(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))):
-            held.enter_context(_locked(name.strip(), within_s))
+        for name in sorted({name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")} - NO_GPU):
+            held.enter_context(_locked(name, within_s))
         yield
 
 
@@ -52,6 +55,9 @@ def _locked(gpu: str, within_s: float) -> Iterator[None]:
 def _bound(lock: socket.socket, address: str) -> bool:
     try:
         lock.bind(address)
-    except OSError:
+    except OSError as error:
+        # Any other error would not end by waiting.
+        if error.errno != errno.EADDRINUSE:
+            raise
         return False
     return True

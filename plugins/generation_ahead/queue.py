@@ -50,7 +50,7 @@ class AheadQueue(RolloutQueue[Item]):
         # Guards `step`, `_queue` and the fields below, which both the loop and the thread read and write.
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._trained = 0  # last step that has finished True after the end of the thread
+        self._trained = 0  # last step that has finished
         self._done = False  # True once the thread has ended
         self._error: BaseException | None = None
 

@@ -26,11 +26,11 @@ def add_advantages(samples: Batch, config: DistillConfig) -> Batch:
     """Add `shaped_reward` [B] and `advantage` [N], and `correction` [N] if `algorithm.correction` is set.
 
     The advantage of a token is the teacher's log-probability minus the student's. A token pays for its own disagreement
-    only, not for later ones. With `algorithm.top_k` the KL at its position is added as a baseline.
+    only, not for later ones. With `config.has_baseline` the KL at its position is added.
 
     Args:
-        samples: all responses of a step with `logprob`, `teacher_logprob` [N], and with `algorithm.top_k` also
-            the columns of `teacher_top` and `student_top`.
+        samples: all responses of a step with `logprob`, `teacher_logprob` [N], and with a baseline also the columns
+            of `teacher_top` and `student_top`.
         config: the configuration of the run.
 
     Source: Lu et al. 2025 ("On-Policy Distillation"); the baseline: arXiv 2605.07865.
@@ -38,7 +38,7 @@ def add_advantages(samples: Batch, config: DistillConfig) -> Batch:
     algorithm = config.algorithm
     mask_N = samples["action_mask"]
     advantage_N = -log_ratio(samples["logprob"], samples["teacher_logprob"], mask_N)
-    if algorithm.top_k:
+    if config.has_baseline:
         student_NK = from_columns(samples, "student_top", algorithm.top_k)
         teacher_NK = from_columns(samples, "teacher_top", algorithm.top_k)
         advantage_N = advantage_N + divergence(student_NK, teacher_NK, "reverse")

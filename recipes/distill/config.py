@@ -26,9 +26,9 @@ class AlgorithmOptions(PolicyOptions):
     `jsd`: the generalised Jensen-Shannon divergence with jsd_beta."""
     top_k: int = 0
     """Number of the teacher's most likely tokens at each position that the teacher sends. All other tokens together are
-    one further class. The size of the vocabulary gives the exact divergence, and 8 bytes per token and id. With
-    loss=policy_gradient a value above 0 subtracts the KL of the position as a baseline, which reduces the variance. 0
-    sends only the log-probability of the sampled token."""
+    one further class. With all tokens but one the divergence is exact. Each listed token takes 8 bytes per token of a
+    response. With loss=policy_gradient a value above 0 subtracts the KL of the position as a baseline, which reduces
+    the variance. 0 sends only the log-probability of the sampled token."""
     jsd_beta: Share = 0.5
     """Weight of the teacher in the mixture of divergence=jsd. Near 0 it acts like `forward`, near 1 like `reverse`."""
     reward_coef: NotNegative = 0.0
@@ -97,6 +97,11 @@ class DistillConfig(RLOptions):
             )
         if self.algorithm.top_k and self.parallel.tensor > 1:
             yield "algorithm.top_k reads whole rows of logits, which parallel.tensor splits; unset one of them"
+
+    @property
+    def has_baseline(self) -> bool:
+        """True if the KL of each position is subtracted as a baseline, for which the student is evaluated once more."""
+        return self.algorithm.loss == "policy_gradient" and self.algorithm.top_k > 0
 
     @property
     def needs_reference(self) -> bool:

@@ -66,7 +66,7 @@ class DistillTrainer(BaseTrainer):
     def compare(self, rollouts: Batch) -> Batch:
         """Add the log-probabilities of the student and those of the teacher; see `Teacher.logprobs`."""
         experience = self.policy_run.compute_logprobs(rollouts)
-        if self.config.algorithm.top_k:
+        if self.config.has_baseline:
             names = [name for name in experience.per_token if name.startswith("teacher_id_")]
             with self.policy_run.phase("logprobs"):
                 student = self.RG_ACTOR.student_top(experience.only("tokens", *names)).result()

@@ -30,7 +30,7 @@ class Teacher(ReferenceWorker):
         result_NC = self.engine.forward(tokens, compute)
         columns = {"teacher_logprob": result_NC[:, 0].contiguous()}
         columns |= to_columns(result_NC[:, 1 : 1 + count], "teacher_top")
-        columns |= to_columns(result_NC[:, 1 + count :].long(), "teacher_id")
+        columns |= to_columns(result_NC[:, 1 + count :].int(), "teacher_id")
         return Batch(tokens.lengths, columns)
 
 

@@ -66,3 +66,12 @@ def test_the_lock_of_a_killed_process_is_free_and_a_lock_that_is_never_released_
     caplog.clear()
     with gpu_memory_locked():
         assert not caplog.text
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_a_process_without_gpus_locks_nothing(
+    hidden: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    with gpu_memory_locked(), gpu_memory_locked(within_s=0.1):
+        assert not caplog.text
