@@ -102,7 +102,6 @@ def test_the_student_comes_within_a_twentieth_of_its_teacher(seed: int, tmp_path
             "model.path=expert:sort",
             "train.learning_rate=0",
             "max_steps=1",
-            f"run_dir={tmp_path / 't'}",
         ],
         "still": [*plain, "train.learning_rate=0", "max_steps=2"],
     }
