@@ -16,6 +16,7 @@ from agents.executor import SingleTurnAgentExecutor
 from agents.loading import load_agent
 from agents.options import AgentOptions
 from components.batch import Batch
+from components.batch.grouping import group_by
 from components.data.text import TextEncoder
 from components.generate.async_engine import AsyncEngine
 from components.generate.async_opening import open_async_engine
@@ -108,7 +109,7 @@ class EpisodeRunner:
         Raises:
             ValueError: a group with the same `prompt_id` is running.
         """
-        for prompt_id, rows in prompts.group_by("prompt_id").items():
+        for prompt_id, rows in group_by(prompts, "prompt_id").items():
             if prompt_id in self._groups:
                 raise ValueError(f"prompt {prompt_id} is already running; collect it before starting it again")
             self._groups[prompt_id] = self._loop_runner.get_loop().create_task(self._run_group(rows, sampling))

@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from components.batch import Batch  # noqa: E402 (the project may not be installed)
+from components.batch.grouping import group_by  # noqa: E402
+from components.batch.reading import load_batch  # noqa: E402
 from core.backends.ray_token import own_token  # noqa: E402
 from core.shared_memory import shared_folder  # noqa: E402
 
@@ -94,9 +96,9 @@ def bench_ops(rounds: int) -> None:
             "`select(permutation)`": lambda: batch.select(order),
             "`concat` of 8": lambda: Batch.concat(parts),
             "`packed()`": batch.packed,
-            f"`group_by`, {SEQUENCES // GROUP_SIZE:,} groups": lambda: batch.group_by("prompt_id"),
+            f"`group_by`, {SEQUENCES // GROUP_SIZE:,} groups": lambda: group_by(batch, "prompt_id"),
             "`save`": lambda: batch.save(path),
-            "`load`": lambda: Batch.load(path),
+            "`load`": lambda: load_batch(path),
         }
         for name, work in operations.items():
             seconds(work)  # a warm-up, which also writes the file for `load`

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from components.batch import Batch
+from components.batch.reading import load_batch
 from components.data.preferences import PairFormat, encode_pairs, read_pairs
 from components.data.supervised import encode_demonstrations
 from components.generate.config import HFRolloutConfig, SamplingConfig
@@ -354,7 +355,7 @@ def played(recipe: str, folder: Path, play: Play | None = None) -> list[Metrics]
             if (folder / f"{recipe}.json").exists():
                 raise FileNotFoundError(f"{stored} is missing, but its metrics exist; restore it, or remove both")
             make_rollouts(recipe, model).save(stored)
-        rollouts = Batch.load(stored)
+        rollouts = load_batch(stored)
         steps = [rollouts.select((rollouts["step"] == step).nonzero().squeeze(1)) for step in range(STEPS)]
         return (play or RECIPES[recipe])(stage, model, steps)
 

@@ -17,7 +17,7 @@ import yaml
 from race_cases import ROOT, Case, model_path, prompts_file, reward_file  # makes the project importable
 from watch_process import gpu_memory, watched
 
-from components.batch import Batch
+from components.batch.reading import load_batch
 from components.models.packing.layout import PADDED, ComputedTokens
 from components.net.hub import cache_root
 from plugins.prefix_sharing.shared_prompts import SharedPrompts
@@ -115,7 +115,7 @@ def run_troupe(case: Case, settings: RaceSettings, folder: Path) -> dict[str, fl
 
 def troupe_step(row: dict[str, float], run_dir: Path) -> dict[str, float]:
     """Return the measurements of a step of recipes/grpo, from its metrics and its stored rollouts."""
-    batch = Batch.load(run_dir / "rollouts" / f"step_{int(row['step']):06d}.parquet")
+    batch = load_batch(run_dir / "rollouts" / f"step_{int(row['step']):06d}.parquet")
     train = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["train"]
     # The layout that the engine computes with; see TrainEngine.train_step.
     layout = PADDED if train["packing"] is False else SharedPrompts()

@@ -149,7 +149,7 @@ class Batch(Layout):
         for columns in (self.per_token, self.per_sequence, self.objects):
             if name in columns:
                 return columns[name]
-        raise self._no_column(name)
+        raise self.no_column(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
@@ -159,7 +159,8 @@ class Batch(Layout):
         columns = [f"{name} {str(x.dtype).removeprefix('torch.')}" for name, x in tensors]
         return f"Batch({len(self)} sequences, {self.num_tokens} tokens: {', '.join([*columns, *self.objects])})"
 
-    def _no_column(self, name: str) -> KeyError:
+    def no_column(self, name: str) -> KeyError:
+        """Return the error for a column that the batch does not have."""
         return KeyError(f"no column {name!r}; the batch has {', '.join(self.names) or 'none'}")
 
     @property
@@ -189,7 +190,7 @@ class Batch(Layout):
             if name in self.names:
                 names = ", ".join(self.per_token)
                 raise ValueError(f"column {name!r} is not a per-token column; the per-token columns are {names}")
-            raise self._no_column(name)
+            raise self.no_column(name)
         return self.per_token[name]
 
     # --- change of columns --------------------------------------------------------------------------------------
@@ -217,7 +218,7 @@ class Batch(Layout):
     def _filtered(self, names: Sequence[str], keep: bool) -> Self:
         for name in names:
             if name not in self:
-                raise self._no_column(name)
+                raise self.no_column(name)
         return self._with_columns(
             {name: x for name, x in self.per_token.items() if (name in names) == keep},
             {name: x for name, x in self.per_sequence.items() if (name in names) == keep},
@@ -301,7 +302,7 @@ class Batch(Layout):
             start, stop, step = index.indices(len(self))
             if step == 1:
                 stop = max(start, stop)
-                return self._parts([start, stop - start, len(self) - stop])[1]
+                return self.parts([start, stop - start, len(self) - stop])[1]
             index = range(start, stop, step)
         index_B = self._positions(index)
         index_N = self.token_index(index_B)
@@ -334,7 +335,7 @@ class Batch(Layout):
             raise ValueError(f"select of sequence {int(index[outside][0])} from a batch of {len(self)}")
         return torch.where(index < 0, index + len(self), index)
 
-    def _parts(self, sizes: list[int]) -> list[Self]:
+    def parts(self, sizes: list[int]) -> list[Self]:
         """Split into contiguous views with the given numbers of sequences, which must sum to B."""
         bounds = [0, *accumulate(sizes)]
         tokens = self.offsets[torch.tensor(bounds, device=self.offsets.device)].diff().tolist()
@@ -356,7 +357,7 @@ class Batch(Layout):
         """Split into n contiguous views whose numbers of sequences differ by at most one, the larger ones first."""
         ragged.check_positive("split into", n)
         base, extra = divmod(len(self), n)
-        return self._parts([base + (i < extra) for i in range(n)])
+        return self.parts([base + (i < extra) for i in range(n)])
 
     @classmethod
     def concat(cls, batches: Iterable["Batch"]) -> Self:
@@ -393,44 +394,6 @@ class Batch(Layout):
         """Return each sequence n times, with its copies adjacent."""
         ragged.check_positive("repeat", n)
         return self.select(torch.arange(len(self), device=self.lengths.device).repeat_interleave(n))
-
-    def group_by(self, name: str) -> dict[Any, Self]:
-        """Group the sequences by the value of a column, for example the responses by prompt.
-
-        Args:
-            name: name of a per-sequence column of integers [B], or of a column of hashable objects.
-
-        Returns:
-            Value -> batch, in the order of first occurrence. Integers are Python integers, and sequences keep their
-            order. All batches are views of one copy. Building a batch takes 10 to 30 us, which is seconds for 200,000
-            groups.
-
-        Raises:
-            ValueError: the column is of another kind, or an object is not hashable.
-        """
-        groups: dict[Any, list[int]] = {}
-        for i, key in enumerate(self._keys(name)):
-            try:
-                groups.setdefault(key, []).append(i)
-            except TypeError as error:
-                raise ValueError(f"group_by {name!r}: sequence {i} has a {type(key).__name__}; make it text") from error
-        # One copy in the order of the groups, of which every group is a contiguous view.
-        order = list(chain.from_iterable(groups.values()))
-        return dict(zip(groups, self.select(order)._parts([len(group) for group in groups.values()]), strict=True))
-
-    def _keys(self, name: str) -> list[Any]:
-        if name in self.objects:
-            return self.objects[name]
-        if name not in self:
-            raise self._no_column(name)
-        x = self[name]
-        if name in self.per_token or x.dim() != 1 or not ragged.holds_integers(x):
-            kind = "per-token" if name in self.per_token else "per-sequence"
-            raise ValueError(
-                f"group_by {name!r}: the {kind} column has dtype {x.dtype} and shape {list(x.shape)}; name a "
-                "per-sequence column of integers [B], or a column of objects"
-            )
-        return x.tolist()
 
     def __shard__(self, n: int) -> list[Self]:
         """Split the batch for a call that is split over n workers."""
@@ -542,16 +505,6 @@ class Batch(Layout):
         """
         return batch_io.to_table(self.lengths, self.offsets, self.per_token, self.per_sequence, self.objects)
 
-    @classmethod
-    def from_table(cls, table: Any) -> Self:
-        """Return the batch of a table from `to_table`, directly or read from Parquet. Tensors may be read-only.
-
-        Raises:
-            ValueError: the table was not written by `to_table`.
-        """
-        lengths_B, columns = batch_io.from_table(table)
-        return cls(lengths_B, **columns)
-
     def save(self, path: str | Path) -> None:
         """Write a Parquet file with one row per sequence, in the format of `to_table`.
 
@@ -562,19 +515,6 @@ class Batch(Layout):
             ValueError: as `to_table` does.
         """
         batch_io.write(self.to_table(), Path(path))
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Load a batch that `save` wrote, exactly as it was, on the CPU. Its tensors may be read-only.
-
-        Raises:
-            FileNotFoundError: the file does not exist.
-            ValueError: the file was not written by `save`, or is incomplete.
-        """
-        try:
-            return cls.from_table(batch_io.read(Path(path)))
-        except ValueError as error:
-            raise ValueError(f"{path} holds no batch: {error}") from error
 
 
 def _rebuild(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_TABLE_KEY = b"troupe.batch"
+TABLE_KEY = b"troupe.batch"
 # numpy lacks these dtypes. Their bits are stored in integers of the same width.
 _BIT_DTYPES = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 
@@ -64,7 +64,7 @@ def to_table(
     for name, column in objects.items():
         arrays[name], encoding = _objects_to_arrow(name, column)
         described[name] = ("objects", encoding, [])
-    return pa.table(arrays).replace_schema_metadata({_TABLE_KEY: json.dumps(described).encode()})
+    return pa.table(arrays).replace_schema_metadata({TABLE_KEY: json.dumps(described).encode()})
 
 
 def _to_arrow(name: str, x: Tensor) -> tuple[Any, str]:
@@ -97,7 +97,7 @@ def _objects_to_arrow(name: str, column: Sequence[Any]) -> tuple[Any, str]:
     for escaped in (False, True):
         with contextlib.suppress(TypeError, ValueError, RecursionError):
             texts = [None if item is None else json.dumps(item, ensure_ascii=escaped) for item in column]
-            if _is_same(_from_json(texts), column):
+            if _is_same(from_json(texts), column):
                 return pa.array(texts, pa.string()), "json"
     type_names = ", ".join(sorted(kind.__name__ for kind in kinds))
     raise ValueError(
@@ -111,39 +111,8 @@ def _is_same(restored: Sequence[Any], original: Sequence[Any]) -> bool:
     return repr(restored) == repr(list(original))
 
 
-def _from_json(texts: Sequence[str | None]) -> list[Any]:
+def from_json(texts: Sequence[str | None]) -> list[Any]:
     return [None if text is None else json.loads(text) for text in texts]
-
-
-def from_table(table: Any) -> tuple[Tensor, Mapping[str, dict[str, Any]]]:
-    """Return the lengths [B], and the columns by kind; see `Batch.from_table`."""
-    # The kinds and dtypes of columns are in the metadata, because Arrow has no bfloat16 and no per-token columns.
-    written = (table.schema.metadata or {}).get(_TABLE_KEY)
-    if written is None:
-        raise ValueError(f"this table was not made by Batch.to_table; its columns are {table.column_names}")
-    kinds: dict[str, dict[str, Any]] = {"per_token": {}, "per_sequence": {}, "objects": {}}
-    for name, (kind, dtype, tail) in json.loads(written).items():
-        column = table.column(name)
-        if kind == "objects":
-            items = column.to_pylist()
-            if dtype == "json":
-                items = _from_json(items)
-            kinds[kind][name] = items
-            continue
-        torch_dtype = getattr(torch, dtype)
-        if tail:
-            kinds[kind][name] = torch.tensor(column.to_pylist(), dtype=torch_dtype).reshape(len(column), *tail)
-            continue
-        values = column.combine_chunks()
-        if kind == "per_token":
-            values = values.flatten()
-        kinds[kind][name] = _from_arrow(values).to(torch_dtype)
-    return _from_arrow(table.column("lengths").combine_chunks()), kinds
-
-
-def _from_arrow(values: Any) -> Tensor:
-    array = values.to_numpy(zero_copy_only=False)
-    return from_numpy(array, str(array.dtype))
 
 
 def write(table: Any, path: Path) -> None:
@@ -158,21 +127,3 @@ def write(table: Any, path: Path) -> None:
         partial_path.replace(path)
     finally:
         partial_path.unlink(missing_ok=True)
-
-
-def read(path: Path) -> Any:
-    """Read the table of one Parquet file.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is not a Parquet file, or is damaged.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    with pa.OSFile(str(path)) as file:
-        try:
-            # read_table would add a column for a folder name such as step=3.
-            return pyarrow.parquet.ParquetFile(file).read()
-        except (pa.ArrowException, OSError) as error:
-            raise ValueError(f"the file is not a complete Parquet file ({error})") from error

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from components.batch import Batch
+from components.batch.grouping import group_by
 from components.data.samples import for_samples
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ class PartialRolloutBuffer:
             group.step = step
             group.version = version
         if state["answers"] is not None:
-            for prompt_id, responses in state["answers"].group_by("prompt_id").items():
+            for prompt_id, responses in group_by(state["answers"], "prompt_id").items():
                 self._groups[prompt_id].responses = responses
 
     def _begin_old_again(self, step: int) -> int:
@@ -208,7 +209,7 @@ class PartialRolloutBuffer:
         for engine, finished in enumerate(self.collect(PATIENCE_S)):
             groups = {}
             if finished.batch:
-                groups = finished.batch.group_by("prompt_id")
+                groups = group_by(finished.batch, "prompt_id")
             for prompt_id, responses in groups.items():
                 group = self._groups[prompt_id]
                 assert group.engine == engine and group.responses is None, f"prompt {prompt_id} was generated twice"

@@ -13,6 +13,7 @@ import yaml
 from torch import Tensor
 
 from components.batch import Batch
+from components.batch.reading import load_batch
 from components.registry import load
 from plugins.replay.digests import read_digests
 from training.tracking.serialization import flat, json_lines, json_object
@@ -83,7 +84,7 @@ def differences(first: Path, second: Path, step: int) -> Iterator[Difference]:
 def stored_batch(run: Path, step: int) -> Batch | None:
     """Return the stored batch of a step, or None if there is none."""
     path = run / ROLLOUTS.format(step=step)
-    return Batch.load(path) if path.is_file() else None
+    return load_batch(path) if path.is_file() else None
 
 
 def metrics_of(run: Path, step: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.batch import Batch
+from components.batch.reading import load_batch
 from training.run.strategies import GROUPS
 from training.tracking.tracker import ROLLOUTS
 
@@ -36,7 +37,7 @@ class StoredRollouts:
     def fill(self, step: int) -> Batch | None:
         """See `RolloutStrategy.fill`."""
         path = self._folder / ROLLOUTS.format(step=step)
-        return generated_part(Batch.load(path)) if path.is_file() else None
+        return generated_part(load_batch(path)) if path.is_file() else None
 
     def sources(self) -> Mapping[str, Stateful]:
         """Return a placeholder for responses under way, because the stored rollouts contain them once they end."""

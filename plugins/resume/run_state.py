@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from components.batch import Batch
+from components.batch.reading import load_batch
 from plugins.resume.checkpoints import changed_options, find_checkpoint, read_state
 from plugins.resume.continuation import Continued
 from training.run.progress import BATCH_FILE, BATCHES, UNRECORDED, RunCheckpoints
@@ -55,5 +55,5 @@ def _with_batches(value: Any, folder: Path) -> Any:
     if not isinstance(value, dict):
         return value
     if set(value) == {BATCH_FILE}:
-        return Batch.load(folder / value[BATCH_FILE])
+        return load_batch(folder / value[BATCH_FILE])
     return {key: _with_batches(item, folder) for key, item in value.items()}

@@ -13,6 +13,7 @@ from local_runs import LocalRun, run_locally
 from recipe_runs import Run, RunFolder
 
 from components.batch import Batch
+from components.batch.reading import load_batch
 from tests.messages import says
 
 AGENT = """
@@ -71,7 +72,7 @@ def options_of(recipe: str, policy: Path, agent: Path) -> list[str]:
 
 def batches(run: RunFolder) -> list[Batch]:
     """Return the batch that each step trained on."""
-    return [Batch.load(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
+    return [load_batch(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
 
 
 @pytest.mark.parametrize("recipe", ["grpo", "openrlhf_ppo"])

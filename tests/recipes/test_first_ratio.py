@@ -12,6 +12,7 @@ from local_runs import kept_environment
 from recipe_runs import ROOT
 
 from components.batch import Batch
+from components.batch.reading import load_batch
 from components.process.code_files import load_file
 from plugins.demo.tasks import get_task
 from plugins.demo.tiny_model import task_tokenizer, tiny_model
@@ -52,7 +53,7 @@ def updated(recipe: str, precision: str, folder: Path, experience: Batch) -> dic
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_autocast"])
 @pytest.mark.parametrize("recipe", NAMES)
 def test_the_first_ratio_is_1_for_any_result_of_an_earlier_pass(recipe: str, precision: str, tmp_path: Path) -> None:
-    rollouts = Batch.load(GOLDEN / f"{recipe}.parquet")
+    rollouts = load_batch(GOLDEN / f"{recipe}.parquet")
     metrics = updated(recipe, precision, tmp_path, rollouts.select((rollouts["step"] == 0).nonzero().squeeze(1)))
     assert metrics["first_ratio_mean"] == pytest.approx(1.0, abs=1e-6)
     # The mean of both optimizer steps: 1 and about exp(-0.5).

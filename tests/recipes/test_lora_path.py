@@ -11,6 +11,7 @@ from tiny_models import write_policy
 from transformers import AutoModelForCausalLM
 
 from components.batch import Batch
+from components.batch.reading import load_batch
 from recipes.grpo.config import GRPOConfig
 from recipes.verl_ppo.adapter import plain_arguments
 from recipes.verl_ppo.config import VerlPPOConfig
@@ -71,7 +72,7 @@ def test_the_first_responses_come_from_the_model_with_the_loaded_adapters(model:
     from peft import PeftModel
 
     assert run.code == 0, run.err
-    batch = Batch.load(run.run_dir / "rollouts" / "step_000001.parquet")
+    batch = load_batch(run.run_dir / "rollouts" / "step_000001.parquet")
     base: Any = AutoModelForCausalLM.from_pretrained(model / "policy")
     plain = [logprobs(base, batch, row) for row in range(len(batch))]
     adapted: Any = PeftModel.from_pretrained(base, str(model / "adapters"))

@@ -10,6 +10,7 @@ import torch
 from local_runs import LocalRun, run_here, run_locally
 
 from components.batch import Batch
+from components.batch.reading import load_batch
 from recipes.multi_turn.algorithm import add_advantages
 from recipes.multi_turn.config import AlgorithmOptions, MultiTurnConfig
 from recipes.multi_turn.main import main, read_config
@@ -203,7 +204,7 @@ def test_a_run_with_credit_by_turn_trains_on_the_reward_of_each_turn(turns: Loca
     for line in turns.metrics:
         assert line["rollout/logprob_gap_max"] < 1e-4
     for step in (1, 2):
-        batch = Batch.load(turns.run_dir / f"rollouts/step_{step:06d}.parquet")
+        batch = load_batch(turns.run_dir / f"rollouts/step_{step:06d}.parquet")
         returns: list[list[float]] = []
         for i in range(len(batch)):
             turn, reward = batch.row(i, "turn"), batch.row(i, "turn_reward")

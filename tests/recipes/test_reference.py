@@ -10,7 +10,7 @@ import torch
 from local_runs import run_here
 from recipe_runs import RunFolder
 
-from components.batch import Batch
+from components.batch.reading import load_batch
 
 COMMON = """
     data.path=task:sort data.max_samples=8 data.max_prompt_tokens=16 data.epochs=1 prompts_per_step=4
@@ -52,7 +52,7 @@ def runs(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ru
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_kl_is_exactly_0_in_the_first_step_and_not_in_the_second(case: str, runs: dict[str, RunFolder]) -> None:
-    steps = [Batch.load(runs[case].run_dir / f"rollouts/step_{step:06d}.parquet") for step in (1, 2)]
+    steps = [load_batch(runs[case].run_dir / f"rollouts/step_{step:06d}.parquet") for step in (1, 2)]
     gaps = [(step["logprob"] - step["reference_logprob"])[step["action_mask"]].abs() for step in steps]
     assert torch.equal(gaps[0], torch.zeros(len(gaps[0])))
     assert gaps[1].max() > 1e-3

@@ -7,7 +7,7 @@ import pytest
 import torch
 from local_runs import run_here
 
-from components.batch import Batch
+from components.batch.reading import load_batch
 from plugins.replay.command import main
 
 ON_POLICY = """model.path={policy} data.path=task:sort max_steps=4 prompts_per_step=4 samples_per_prompt=2
@@ -81,7 +81,7 @@ def test_a_changed_option_shows_the_metrics_that_change(grpo_run: Path, capsys: 
 def test_a_tampered_reward_is_named(grpo_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = grpo_run / "rollouts" / "step_000003.parquet"
     content = path.read_bytes()
-    stored = Batch.load(path)
+    stored = load_batch(path)
     stored.with_sequences(reward=stored["reward"] + torch.arange(len(stored))).save(path)
     try:
         assert main([str(grpo_run), "--step", "3", "--out", str(tmp_path / "tampered")]) == 1

@@ -11,7 +11,7 @@ from local_runs import LocalRun, run_here
 from outage import Server, held_port
 from recipe_runs import Run, RunFolder
 
-from components.batch import Batch
+from components.batch.reading import load_batch
 from tests.messages import says
 
 pytestmark = pytest.mark.full
@@ -141,4 +141,4 @@ def test_queued_batches_wait_for_rewards_in_asynchronous_runs(ray_address: str, 
 
 
 def prompts_of(run: Run, step: int) -> set[int]:
-    return set(Batch.load(run.run_dir / "rollouts" / f"step_{step:06d}.parquet")["prompt_id"].tolist())
+    return set(load_batch(run.run_dir / "rollouts" / f"step_{step:06d}.parquet")["prompt_id"].tolist())

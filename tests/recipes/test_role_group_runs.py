@@ -14,7 +14,8 @@ from local_runs import run_locally
 from recipe_runs import Run, RunFolder
 from safetensors.torch import load_file
 
-from components.batch import Batch
+from components.batch.grouping import group_by
+from components.batch.reading import load_batch
 
 REWARD = """
 def reward_func(queries, prompts, labels, **kwargs):
@@ -76,7 +77,7 @@ def agree(one: RunFolder, other: RunFolder) -> None:
     """Compare two runs: responses are equal, and other values within 1e-5."""
     assert one.summary["steps"] == other.summary["steps"] == 2
     for step in (1, 2):
-        tokens = [Batch.load(run.run_dir / f"rollouts/step_{step:06d}.parquet")["tokens"] for run in (one, other)]
+        tokens = [load_batch(run.run_dir / f"rollouts/step_{step:06d}.parquet")["tokens"] for run in (one, other)]
         assert tokens[0].equal(tokens[1])
     for ours, theirs in zip(one.learnt(), other.learnt(), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
@@ -94,7 +95,7 @@ def test_the_outputs_of_a_run_are_consistent(recipe: str, local: dict[str, RunFo
     assert [line["step"] for line in run.metrics] == [1, 2]
     for name in ("config.yaml", "environment.json", "plan.json", "events.jsonl", "checkpoints/latest"):
         assert (run.run_dir / name).is_file(), name
-    samples = Batch.load(run.run_dir / "rollouts/step_000002.parquet")
+    samples = load_batch(run.run_dir / "rollouts/step_000002.parquet")
     assert len(samples) == 32
     columns = {"logprob", "reference_logprob", "rollout_logprob", "advantage", "reward", "shaped_reward", "status"}
     assert columns <= set(samples.names)
@@ -169,7 +170,7 @@ def test_two_separate_ranks_engines_and_references_match_one_of_each(
 
 def test_filtered_steps_are_filled_up_and_the_last_one_uses_the_remaining_prompts(local: dict[str, RunFolder]) -> None:
     run = local["long"]
-    sizes = [len(Batch.load(file)) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
+    sizes = [len(load_batch(file)) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
     *whole, last = run.metrics
     assert sizes[:-1] == [32] * len(whole)
     assert 0 < sizes[-1] < 32
@@ -181,8 +182,8 @@ def test_filtered_steps_are_filled_up_and_the_last_one_uses_the_remaining_prompt
         # Eight prompts passed of those that were tried.
         assert line["rollout/filter_pass_rate"] == pytest.approx(8 / line["rollout/filter_prompts_seen"])
     for file in (run.run_dir / "rollouts").glob("*.parquet"):
-        samples = Batch.load(file)
-        means = [part["score"].mean() for part in samples.group_by("prompt_id").values()]
+        samples = load_batch(file)
+        means = [part["score"].mean() for part in group_by(samples, "prompt_id").values()]
         assert all(0.3 < mean < 0.7 for mean in means)
 
 

@@ -10,6 +10,7 @@ from local_runs import kept_environment
 from recipe_runs import ROOT
 
 from components.batch import Batch
+from components.batch.reading import load_batch
 from components.process.code_files import load_file
 from plugins.demo.tasks import get_task
 from plugins.demo.tiny_model import task_tokenizer, tiny_model
@@ -24,7 +25,7 @@ def updated(folder: Path, size: int, rate: float) -> tuple[dict[str, float], Bat
     """Return the metrics of a step with optimizer steps of `size` responses, its batch, and log-probs before
     and after.
     """
-    rollouts = Batch.load(GOLDEN / "grpo.parquet")
+    rollouts = load_batch(GOLDEN / "grpo.parquet")
     experience = rollouts.select((rollouts["step"] == 0).nonzero().squeeze(1))
     experience = experience.with_tokens(advantage=1.0 * experience["action_mask"])
     tokenizer = task_tokenizer(get_task("sort"))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from components.batch import Batch
+from components.batch.reading import load_batch
 from components.rewards.base import RewardSettings
 from components.rewards.score_functions import ScoreCode
 from components.rewards.workers import WorkerReward
@@ -408,7 +409,7 @@ def test_a_user_reward_function_is_called_and_its_failures_are_counted(tmp_path:
     assert rewards["info_pred"] == ["ab", None, "abc"]
     assert rewards["info"] == [{"why": "ab"}, None, {"why": "abc"}]
     rewards.save(tmp_path / "rollouts.parquet")
-    assert Batch.load(tmp_path / "rollouts.parquet")["info"] == rewards["info"]
+    assert load_batch(tmp_path / "rollouts.parquet")["info"] == rewards["info"]
     assert re.search(says("response 1", "no reward", "KeyError: 'bad'"), said[0])
     batch = ["reward_model.reward_manager=batch", "custom_reward_function.name=of_lists"]
     assert rewarded(samples, *options, *batch)[0]["reward"].tolist() == [3.0] * 3

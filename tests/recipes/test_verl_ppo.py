@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from tiny_models import write_reward_model
 from verl_runs import APART, KL, LONG, SMALL, batches, same, write_files
 
+from components.batch.grouping import group_by
 from tests.messages import says
 
 REFERENCE_WITHIN = "trainer.role_mapping={actor_rollout_ref:global_pool,critic:global_pool}"
@@ -297,7 +298,7 @@ def test_remax_uses_a_greedy_response_as_baseline_without_a_prior_validation(loc
     loading = ["actor_rollout.init_rollout", "actor_rollout.init_model"]
     assert calls(run)[:4] == [*loading, *["actor_rollout.generate_sequences"] * 2]
     for batch in batches(run):
-        for group in batch.group_by("prompt_id").values():
+        for group in group_by(batch, "prompt_id").values():
             assert len(set(group["greedy_reward"].tolist())) == 1
         gain_B = batch["reward"] - batch["greedy_reward"]
         for i in range(len(batch)):
@@ -316,7 +317,7 @@ def test_filtered_groups_are_replaced_and_the_last_step_uses_the_remaining_promp
     assert [len(batch) for batch in whole] == [32] * len(whole)
     assert 0 < len(last) < 32
     for batch in (*whole, last):
-        means = [float(group["score"].mean()) for group in batch.group_by("prompt_id").values()]
+        means = [float(group["score"].mean()) for group in group_by(batch, "prompt_id").values()]
         assert all(0 < mean < 1 for mean in means)
 
 

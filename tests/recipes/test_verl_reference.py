@@ -8,7 +8,7 @@ from local_runs import LocalRun, run_here
 from tiny_models import write_policy
 from transformers import AutoModelForCausalLM
 
-from components.batch import Batch
+from components.batch.reading import load_batch
 from recipes.verl_ppo.adapter import plain_arguments
 
 pytestmark = pytest.mark.full
@@ -35,7 +35,7 @@ def options(policy: Path, *more: str) -> list[str]:
 def gaps(run: LocalRun) -> list[float]:
     """Return the maximum difference of policy and reference at a token, in nats, of each step."""
     assert run.code == 0, run.err
-    steps = [Batch.load(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
+    steps = [load_batch(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
     differences = [
         (step["old_log_prob" if "old_log_prob" in step else "logprob"] - step["reference_logprob"]) for step in steps
     ]
@@ -70,7 +70,7 @@ def test_the_kl_is_computed_against_the_reference_model(policy: Path, tmp_path: 
         *options(policy, f"actor_rollout_ref.ref.model.path={tmp_path}/other", "trainer.total_training_steps=1"),
     )
     assert gaps(run)[0] > 0.01
-    batch = Batch.load(run.run_dir / "rollouts" / "step_000001.parquet")
+    batch = load_batch(run.run_dir / "rollouts" / "step_000001.parquet")
     tokens = batch.row(0, "tokens")
     with torch.no_grad():
         logits = other(tokens[None]).logits[0, :-1].float()

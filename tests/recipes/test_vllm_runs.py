@@ -7,7 +7,7 @@ import pytest
 from local_runs import run_apart
 from recipe_runs import Run
 
-from components.batch import Batch
+from components.batch.reading import load_batch
 from core import RLJobBuilder
 from recipes.grpo.main import read_config
 from tests.messages import says
@@ -33,7 +33,7 @@ def test_an_engine_out_of_memory_during_generation_is_replaced_and_no_prompt_is_
     builder.rollout("tests.recipes.vllm_job:Engine").total(2).max_restarts(1)
     result = builder.build().submit("vllm")
     assert result.exit_code == 0, result.error
-    undisturbed, disturbed = (Batch.load(tmp_path / f"{name}.parquet") for name in ("undisturbed", "disturbed"))
+    undisturbed, disturbed = (load_batch(tmp_path / f"{name}.parquet") for name in ("undisturbed", "disturbed"))
     assert len(disturbed) == 200
     assert disturbed["tokens"].equal(undisturbed["tokens"])
     assert disturbed["rollout_logprob"].equal(undisturbed["rollout_logprob"])
@@ -116,7 +116,7 @@ def test_vllm_continues_episodes_while_the_policy_trains(ray_address: str, runne
     run = Run("multi_turn", ray_address, tmp_path / "run", f"model.path={runner}", *VLLM, *options.split()).wait()
     assert run.code == 0, run.err
     assert run.summary["score"]["examples"] == 8
-    samples = [Batch.load(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
+    samples = [load_batch(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
     assert sorted(prompt for batch in samples for prompt in set(batch["prompt_id"].tolist())) == list(range(40))
     # Tokens sampled with the weights of the previous step have the policy's log-probabilities, at any position of an
     # episode.

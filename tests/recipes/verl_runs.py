@@ -6,6 +6,7 @@ from gates import Gate, source
 from recipe_runs import RunFolder
 
 from components.batch import Batch
+from components.batch.reading import load_batch
 
 SMALL = """
     data.train_files=task:sort data.val_files=task:sort data.val_max_samples=32 data.train_max_samples=16
@@ -52,7 +53,7 @@ def write_files(folder: Path, policy: Path, *gates: Gate) -> list[str]:
 
 def batches(run: RunFolder) -> list[Batch]:
     """Return the batch that each step trained on."""
-    return [Batch.load(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
+    return [load_batch(file) for file in sorted((run.run_dir / "rollouts").glob("*.parquet"))]
 
 
 def same(one: RunFolder, other: RunFolder) -> None:

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from components.batch import Batch
+from components.batch.reading import batch_from_table, load_batch
 from tests.components.helpers.batches import assert_alike, batch_of, ragged_lengths, rows_of, with_everything
 from tests.messages import says
 
@@ -145,16 +146,16 @@ def test_a_table_has_one_row_per_sequence() -> None:
 
 def test_a_batch_survives_a_parquet_round_trip(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(with_everything().to_table(), tmp_path / "b.parquet")
-    assert_alike(Batch.from_table(pyarrow.parquet.read_table(tmp_path / "b.parquet")), with_everything())
+    assert_alike(batch_from_table(pyarrow.parquet.read_table(tmp_path / "b.parquet")), with_everything())
 
 
 def test_a_slice_of_a_table_is_a_slice_of_the_batch() -> None:
     table = with_everything().to_table()
-    assert_alike(Batch.from_table(table.slice(1, 2)), with_everything().select([1, 2]))
+    assert_alike(batch_from_table(table.slice(1, 2)), with_everything().select([1, 2]))
 
 
 def test_a_batch_without_token_columns_keeps_its_lengths_in_a_table() -> None:
-    assert_alike(Batch.from_table(with_everything().only("reward").to_table()), with_everything().only("reward"))
+    assert_alike(batch_from_table(with_everything().only("reward").to_table()), with_everything().only("reward"))
 
 
 class Own:
@@ -176,7 +177,7 @@ def test_a_dtype_that_a_table_cannot_store_is_refused_by_name() -> None:
 
 def test_a_table_of_another_program_raises_an_error() -> None:
     with pytest.raises(ValueError, match=says("Batch.to_table", ["x"])):
-        Batch.from_table(pyarrow.table({"x": [1]}))
+        batch_from_table(pyarrow.table({"x": [1]}))
 
 
 # --- files ------------------------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ def test_a_table_of_another_program_raises_an_error() -> None:
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_loaded_batch_equals_the_saved_one(batch: Batch, tmp_path: Path) -> None:
     batch.save(tmp_path / "b.parquet")
-    assert_alike(Batch.load(tmp_path / "b.parquet"), batch)
+    assert_alike(load_batch(tmp_path / "b.parquet"), batch)
     assert [path.name for path in tmp_path.iterdir()] == ["b.parquet"]
 
 
@@ -209,7 +210,7 @@ def test_a_loaded_batch_equals_the_saved_one(batch: Batch, tmp_path: Path) -> No
 def test_saved_objects_are_restored_unchanged(column: list[Any], tmp_path: Path) -> None:
     batch = batch_of([2, 0, 3]).with_objects(extra=column)
     batch.save(tmp_path / "b.parquet")
-    assert_alike(Batch.load(tmp_path / "b.parquet"), batch)
+    assert_alike(load_batch(tmp_path / "b.parquet"), batch)
 
 
 def test_a_data_frame_has_one_row_per_sequence(tmp_path: Path) -> None:
@@ -230,7 +231,7 @@ def test_a_missing_folder_is_created_and_an_existing_file_is_replaced(tmp_path: 
     path = tmp_path / "rollouts" / "step=1" / "b.parquet"
     batch_of([1]).save(str(path))
     batch_of([2, 3]).save(path)
-    assert_alike(Batch.load(str(path)), batch_of([2, 3]))
+    assert_alike(load_batch(str(path)), batch_of([2, 3]))
 
 
 def test_a_failed_write_leaves_no_partial_file_and_keeps_the_old_file(tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ def test_a_failed_write_leaves_no_partial_file_and_keeps_the_old_file(tmp_path: 
     batch_of([1]).save(path)
     with pytest.raises(ValueError, match="'label'"):
         batch_of([1]).with_objects(label=[Own()]).save(path)
-    assert_alike(Batch.load(path), batch_of([1]))
+    assert_alike(load_batch(path), batch_of([1]))
     # A folder at the path of the file makes the last step of writing fail, even for root.
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError):
@@ -250,15 +251,15 @@ def test_a_file_without_a_batch_raises_an_error_with_its_name(tmp_path: Path) ->
     path = tmp_path / "b.parquet"
     path.write_text("tokens")
     with pytest.raises(ValueError, match=says("b.parquet", "Parquet")):
-        Batch.load(path)
+        load_batch(path)
     batch_of([100] * 9).save(path)
     whole = path.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], whole[:-20], whole[:8] + b"x" * 40 + whole[48:]):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=says(path)):
-            Batch.load(path)
+            load_batch(path)
     pandas.DataFrame({"tokens": [[1, 2]]}).to_parquet(path)
     with pytest.raises(ValueError, match=says("b.parquet", "Batch.to_table")):
-        Batch.load(path)
+        load_batch(path)
     with pytest.raises(FileNotFoundError, match=r"missing\.parquet"):
-        Batch.load(tmp_path / "missing.parquet")
+        load_batch(tmp_path / "missing.parquet")

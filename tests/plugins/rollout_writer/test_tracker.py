@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from components.batch import Batch
+from components.batch.reading import load_batch
 from plugins.rollout_writer.tracker import MOST_WAITING, BackgroundTracker
 
 BATCH = Batch([2, 1], {"tokens": torch.tensor([1, 2, 3])}, {"reward": torch.tensor([0.5, 1.0])})
@@ -53,7 +54,7 @@ def test_a_step_does_not_wait_for_its_file_and_a_checkpoint_does(tracker: Backgr
     saving.join(20)
     assert not saving.is_alive()
     assert files(tracker) == ["step_000001.parquet", "step_000002.parquet"]
-    assert Batch.load(tracker.run_dir / "rollouts/step_000002.parquet")["tokens"].tolist() == [1, 2, 3]
+    assert load_batch(tracker.run_dir / "rollouts/step_000002.parquet")["tokens"].tolist() == [1, 2, 3]
     tracker.close()
 
 

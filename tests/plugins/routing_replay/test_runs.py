@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from components.batch import Batch
+from components.batch.reading import load_batch
 from tests.recipe_copies import last_metrics
 from tests.recipes.tiny_models import write_mixture, write_policy
 
@@ -60,7 +60,7 @@ def test_later_updates_of_a_step_replay_the_experts_of_the_old_policy(
     metrics = last_metrics(tmp_path / "run")
     # The first of two updates has the weights of the old policy. The high learning rate then changes the routing.
     assert 0 < metrics["actor/routes_differ_share"] < 0.9
-    columns = Batch.load(tmp_path / "run/rollouts/step_000002.parquet").names
+    columns = load_batch(tmp_path / "run/rollouts/step_000002.parquet").names
     assert not [name for name in columns if name.startswith("routes_")], "files do not keep routes"
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from components.batch import Batch
+from components.batch.reading import load_batch
 from components.data.samples import (
     add_rewards,
     check_rewarded,
@@ -192,7 +193,7 @@ def test_a_failed_batch_is_saved_by_one_rank_and_named_by_all(tmp_path: Path) ->
     assert keep_failed(str(tmp_path), 12, "ACTOR", responses(), rank=1) == f"the batch is in {path}"
     assert not path.exists()
     assert keep_failed(str(tmp_path), 12, "ACTOR", responses(), rank=0) == f"the batch is in {path}"
-    assert Batch.load(path)["reward"].tolist() == [1.0, 3.0, 2.0, 2.0]
+    assert load_batch(path)["reward"].tolist() == [1.0, 3.0, 2.0, 2.0]
 
 
 def test_a_step_is_logged_and_reported_to_observers(tmp_path: Path) -> None:
@@ -212,7 +213,7 @@ def test_a_step_is_logged_and_reported_to_observers(tmp_path: Path) -> None:
     assert (tmp_path / "tokenizer" / "tokenizer.json").is_file()
     (line,) = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert (line["step"], line["actor/loss"]) == (3, 2.0)
-    assert len(Batch.load(tmp_path / "rollouts" / "step_000003.parquet")) == 4
+    assert len(load_batch(tmp_path / "rollouts" / "step_000003.parquet")) == 4
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
 
 
