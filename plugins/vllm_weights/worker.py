@@ -7,12 +7,13 @@ import os
 import pickle
 import select
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from components.generate.engine_start import ENGINE_PID
 from components.models.device import peak_gpu_memory
@@ -21,6 +22,9 @@ from components.weights.digest import Digests
 from components.weights.publisher import WeightHandle, read_weights
 from plugins.vllm_weights.layouts import arranged
 from plugins.vllm_weights.reload import SinkCopies, complete_reload, experts_packed, load_in_place, loads_in_place
+
+TESTED = "0.32.0"
+"""Version of vLLM that this module was tested with. It is that of constraints.txt."""
 
 
 class WeightReceiver:
@@ -60,7 +64,7 @@ class WeightReceiver:
         handle: WeightHandle = pickle.loads(pickled)
         digests = Digests()
         errors: list[Exception] = []
-        model = self.model_runner.model
+        model = model_of(self)
         sinks = SinkCopies(model)
 
         def arriving() -> Iterator[tuple[str, Tensor]]:
@@ -95,14 +99,14 @@ class WeightReceiver:
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):
-            load_in_place(self.model_runner.model, weights)
+            load_in_place(model_of(self), weights)
         # The layerwise reload of vLLM's model runner also drops what was computed from images with the old weights.
         self.model_runner.reset_encoder_cache()
         self.model_runner.reset_mm_cache()
 
     def mark_layers(self) -> None:
         """Begin to record marks of the layers' outputs; see `components/models/layer_marks.py`."""
-        self._marking = marked(self.model_runner.model)
+        self._marking = marked(model_of(self))
         self._marks = self._marking.__enter__()
 
     def layer_marks(self) -> dict[str, Tensor]:
@@ -112,10 +116,32 @@ class WeightReceiver:
 
     def _repack_head(self) -> None:
         """Pack a tied head again. On a CPU it is a packed copy of the embeddings, which a reload does not update."""
-        head = getattr(self.model_runner.model, "lm_head", None)
+        model = model_of(self)
+        head = getattr(model, "lm_head", None)
         method = getattr(head, "quant_method", None)
-        if method is not None and not next(self.model_runner.model.parameters()).is_cuda:
+        if method is not None and not next(model.parameters()).is_cuda:
             method.process_weights_after_loading(head)
+
+
+def model_of(worker: Any) -> nn.Module:
+    """Return the model of one of vLLM's workers.
+
+    Raises:
+        RuntimeError: this version of vLLM does not provide it. The message names the versions that do.
+    """
+    # The function that vLLM's public `LLM.apply_model` uses. Older versions have it in the model runner only.
+    for owner in (worker, getattr(worker, "model_runner", None)):
+        get_model = getattr(owner, "get_model", None)
+        if get_model is not None:
+            return get_model()
+    model = getattr(getattr(worker, "model_runner", None), "model", None)
+    if model is None:
+        installed = getattr(sys.modules.get("vllm"), "__version__", "of unknown version")
+        raise RuntimeError(
+            f"vLLM {installed}: {type(worker).__name__} has neither get_model nor model_runner.model, so no weights "
+            f"can be loaded; install vLLM {TESTED}, or set rollout.engine=hf"
+        )
+    return model
 
 
 @functools.cache
