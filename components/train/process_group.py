@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from components.models.device import compute_device
+from components.registry import find
 
 
 def init_process_group(timeout_s: float = 1800.0) -> None:
@@ -56,20 +58,20 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
     gpu = device if device.type == "cuda" else None
     # gloo for objects, which nccl would copy through the GPU.
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
-    timeout = timedelta(seconds=timeout_s)
-    rank = 0
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    if world_size > 1:
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing:
-            # core sets them for train roles
-            raise ValueError(
-                f"the environment has WORLD_SIZE={world_size} without {', '.join(missing)}; set all or none"
-            )
-        rank = int(os.environ["RANK"])
-        store = _meeting_store(rank, world_size, timeout)
-    # Without `device_id`, nccl connects only at the first collective, and guesses the device of a barrier.
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=gpu)
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if world_size > 1 and missing:
+        # core sets them for train roles
+        raise ValueError(f"the environment has WORLD_SIZE={world_size} without {', '.join(missing)}; set all or none")
+    rank = int(os.environ["RANK"]) if world_size > 1 else 0
+    # A plug-in watches collectives, in which a single rank waits for nobody.
+    guard = find("process group", "guard") if world_size > 1 else None
+    with (guard or nullcontext)(timeout_s) as opening_s:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+        if world_size > 1:
+            store = _meeting_store(rank, world_size, timedelta(seconds=timeout_s))
+        # Without `device_id`, nccl connects only at the first collective, and guesses the device of a barrier.
+        timeout = timedelta(seconds=opening_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=gpu)
 
 
 def _meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:  # pyright: ignore[reportPrivateImportUsage]
