@@ -136,23 +136,20 @@ class _StateLogprobs(torch.autograd.Function):
         autocasts = torch.is_autocast_enabled(device) and weight_VH.dtype == torch.float32
         ctx.dtype = torch.get_autocast_dtype(device) if autocasts else weight_VH.dtype
         ctx.scale, ctx.kept, ctx.vocabulary = scale, None, vocabulary
-        logprobs, entropies, log_totals = [], [], []
+        results = []
         head = _cast(ctx.dtype, weight_VH, bias_V)
-        # `split` gives one empty chunk if there is no state, so the lists are never empty.
-        chunks = label_M.split(_chunk_rows(weight_VH))
-        for state_KH, label_K in zip(state_MH.split(_chunk_rows(weight_VH)), chunks, strict=True):
+        # `split` gives one empty chunk if there is no state, so there is always a result.
+        ctx.rows = _chunk_rows(weight_VH, vocabulary)
+        chunks = label_M.split(ctx.rows)
+        for state_KH, label_K in zip(state_MH.split(ctx.rows), chunks, strict=True):
             with torch.autocast(device, enabled=False):
                 logits_KV = linear(state_KH.to(ctx.dtype), *head)
-            logprob_K, entropy_K, log_total_K = vocabulary.read(logits_KV, label_K, scale, with_entropy)
-            logprobs.append(logprob_K)
-            entropies.append(entropy_K)
-            log_totals.append(log_total_K)
+            results.append(vocabulary.read(logits_KV, label_K, scale, with_entropy))
             # A single chunk fits into memory anyway, so keeping its logits saves the recomputation.
             if len(chunks) == 1 and any(ctx.needs_input_grad):
                 ctx.kept = logits_KV
-        logprob_M = torch.cat(logprobs)
-        entropy_M = torch.cat(entropies) if with_entropy else None
-        log_total_M = None if log_totals[0] is None else torch.cat(log_totals)
+        columns: Any = [None if parts[0] is None else torch.cat(parts) for parts in zip(*results, strict=True)]
+        logprob_M, entropy_M, log_total_M = columns
         ctx.save_for_backward(state_MH, weight_VH, bias_V, label_M, entropy_M, log_total_M)
         ctx.set_materialize_grads(False)
         return logprob_M, entropy_M
@@ -172,8 +169,8 @@ class _StateLogprobs(torch.autograd.Function):
         weight_grad_VH = torch.zeros_like(weight_VH, dtype=wide) if needs_grad[1] else None
         bias_grad_V = torch.zeros_like(bias_V, dtype=wide) if needs_grad[2] else None
         head = _cast(ctx.dtype, weight_VH, bias_V)
-        for start in range(0, len(index_N), _chunk_rows(weight_VH)):
-            chunk = slice(start, start + _chunk_rows(weight_VH))
+        for start in range(0, len(index_N), ctx.rows):
+            chunk = slice(start, start + ctx.rows)
             index_K = index_N[chunk]
             state_KH = state_MH[index_K].to(ctx.dtype)
             grad_KV = linear(state_KH, *head) if ctx.kept is None else ctx.kept[index_K]
@@ -184,11 +181,8 @@ class _StateLogprobs(torch.autograd.Function):
             )
             if state_grad_MH is not None:
                 state_grad_MH[index_K] = (grad_KV @ head[0]).to(state_MH.dtype)
-            # addmm_ accumulates without a temporary matrix, but only if the dtypes are equal.
-            if weight_grad_VH is not None and ctx.dtype == wide:
-                weight_grad_VH.addmm_(grad_KV.t(), state_KH)
-            elif weight_grad_VH is not None:
-                weight_grad_VH += grad_KV.t() @ state_KH
+            if weight_grad_VH is not None:
+                ctx.vocabulary.add_weight_gradient(weight_grad_VH, grad_KV, state_KH)
             if bias_grad_V is not None:
                 bias_grad_V += grad_KV.sum(0, dtype=wide)
         if state_grad_MH is not None:
@@ -196,9 +190,9 @@ class _StateLogprobs(torch.autograd.Function):
         return state_grad_MH, weight_grad_VH, bias_grad_V, None, None, None, None
 
 
-def _chunk_rows(weight_VH: Tensor) -> int:
+def _chunk_rows(weight_VH: Tensor, vocabulary: Vocabulary) -> int:
     elements, rows = _CHUNK.get(weight_VH.device.type, _DEFAULT_CHUNK)
-    return max(rows, elements // max(1, len(weight_VH)))
+    return max(rows, vocabulary.chunk_factor * elements // max(1, len(weight_VH)))
 
 
 def _cast(dtype: torch.dtype, weight_VH: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -9,7 +9,7 @@ rows of a chunk.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,15 +77,6 @@ def read_logits(
     return logprob_M, entropy_M
 
 
-class PartialRows(NamedTuple):
-    """Rows for which this rank has the logits of a part of the vocabulary."""
-
-    has_label_N: Tensor
-    """[N] bool, True if the label is in this rank's part."""
-    log_total_N: Tensor
-    """[N] logarithms of the sums of exp(logit / scale) over the whole vocabulary."""
-
-
 def write_gradient(
     logits_RV: Tensor,
     target_RV: Tensor,
@@ -94,7 +85,8 @@ def write_gradient(
     scale: float,
     logprob_grad_N: Tensor,
     entropy: tuple[Tensor, Tensor] | None,
-    part: PartialRows | None = None,
+    label_grad_N: Tensor | None = None,
+    log_total_N: Tensor | None = None,
 ) -> None:
     """Write the gradient of these rows of logits into the same rows of `target_RV`, which may be the logits.
 
@@ -102,22 +94,22 @@ def write_gradient(
         logits_RV: [R, V].
         target_RV: [R, V] of the same dtype.
         row_N: [N] int64, no row twice.
-        label_N: [N] int64, label of each row. It may be any index if `part` has no label of the row.
+        label_N: [N] int64, label of each row.
         scale: sampling temperature.
         logprob_grad_N: [N] gradients of the labels' log-probabilities.
         entropy: [N] gradients of the rows' entropies, and [N] the entropies; None: they have no gradient.
-        part: description of rows with a part of the vocabulary. None: the rows are whole.
+        label_grad_N: [N] gradients of the labels' logits, if another rank has the logits of some labels: 0 for these,
+            else `logprob_grad_N`. None: the rows are whole.
+        log_total_N: [N] logarithms of the sums of exp(logit / scale) over the whole vocabulary. None: the rows are
+            whole.
     """
     scratch = Scratch(logits_RV, len(row_N))
-    label_grad_N = logprob_grad_N / scale
-    # A label in another rank's part of the vocabulary adds nothing to this rank's logits.
-    if part is not None:
-        label_grad_N = label_grad_N.where(part.has_label_N, 0.0)
+    label_grad_N = (logprob_grad_N if label_grad_N is None else label_grad_N) / scale
     for chunk in scratch.chunks(len(row_N)):
         row_K, logprob_grad_K = row_N[chunk], logprob_grad_N[chunk] / scale
         logits_KV = scratch.load(logits_RV, row_K, scale)
         grad_KV = scratch.second_KV[: len(logits_KV)]
-        log_total_K = None if part is None else part.log_total_N[chunk]
+        log_total_K = None if log_total_N is None else log_total_N[chunk]
         if entropy is None:
             _softmax(logits_KV, grad_KV, log_total_K).mul_(-logprob_grad_K[:, None])
         else:
@@ -132,7 +124,7 @@ def write_gradient(
 
 
 def _softmax(logits_KV: Tensor, out_KV: Tensor, log_total_K: Tensor | None) -> Tensor:
-    """Compute the softmax into `out_KV`. Rows with a part of the vocabulary need `log_total_K`; see `PartialRows`."""
+    """Compute the softmax into `out_KV`. `log_total_K`: see `write_gradient`."""
     if log_total_K is None:
         return torch.softmax(logits_KV, -1, out=out_KV)
     return _log_softmax(logits_KV, out_KV, log_total_K).exp_()

@@ -22,6 +22,31 @@ _MARK = "vocabulary"
 class Vocabulary:
     """Vocabulary for which this rank has all logits."""
 
+    chunk_factor = 1
+    """Number of logits of a chunk, as a multiple of the usual number."""
+
+    def within(self, part: Vocabulary) -> Vocabulary:
+        """Return the vocabulary of a layer that has this one and is split over ranks as in `part`."""
+        return part
+
+    def local(self, token: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the index of each token among the logits of this rank, and a mask of those that it has, or None
+        if it has all.
+        """
+        return token, None
+
+    def join(self, most_2K: Tensor, sums_2K: Tensor) -> tuple[Tensor, Tensor]:
+        """Combine numbers of this rank's logits, x = logit / scale, with those of the ranks that have the others.
+
+        Args:
+            most_2K: [2, K], the maximum m of x, and x of the label or -inf if this rank lacks it.
+            sums_2K: [2, K], the sums of exp(x - m) and of exp(x - m) (x - m).
+
+        Returns:
+            The same numbers of the whole vocabulary.
+        """
+        return most_2K, sums_2K
+
     @contextmanager
     def weights(self, head: nn.Linear) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Context manager that provides the weight and bias of the output layer on this rank."""
@@ -62,6 +87,20 @@ class Vocabulary:
         row_K = torch.arange(len(label_K), device=label_K.device)
         write_gradient(logits_KV, logits_KV, row_K, label_K, scale, logprob_grad_K, entropy)
 
+    def add_weight_gradient(self, total_VH: Tensor, grad_KV: Tensor, state_KH: Tensor) -> None:
+        """Add the gradient of the weights of a chunk to their gradient in at least float32.
+
+        Args:
+            total_VH: [V, H], which is changed.
+            grad_KV: [K, V] gradient of the logits.
+            state_KH: [K, H] of the dtype of `grad_KV`.
+        """
+        # addmm_ accumulates without a temporary matrix, but only if the dtypes are equal.
+        if grad_KV.dtype == total_VH.dtype:
+            total_VH.addmm_(grad_KV.t(), state_KH)
+        else:
+            total_VH += grad_KV.t() @ state_KH
+
     def sum_state_gradient(self, grad_MH: Tensor) -> Tensor:
         """Return the gradient of the states, to which every part of the vocabulary contributes."""
         return grad_MH
@@ -72,7 +111,7 @@ WHOLE_VOCABULARY = Vocabulary()
 
 def set_vocabulary(head: nn.Module, vocabulary: Vocabulary) -> None:
     """Set the vocabulary that computes log-probabilities after an output layer."""
-    setattr(head, _MARK, vocabulary)
+    setattr(head, _MARK, vocabulary_of(head).within(vocabulary))
 
 
 def vocabulary_of(head: nn.Module) -> Vocabulary:

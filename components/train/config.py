@@ -19,6 +19,13 @@ SCHEDULERS = ("constant", "linear", "cosine_with_min_lr")
 WITH_ADAPTERS = {"lora_rank": True}
 """Metadata of the options that have an effect only if `lora_rank` is set."""
 
+_PROVIDERS = {
+    "lora_rank": ("adapters", "lora"),
+    "router_aux_loss_coef": ("auxiliary loss", "router"),
+    "ema_beta": ("weight average", "ema"),
+    "kernels": ("training kernels", "model"),
+}
+"""Options that need an object of a plug-in unless they have their default, with the kind and the name of the object."""
 AXES = ("context", "tensor", "expert")
 """Axes of ranks beside data that share a model; a plug-in provides each."""
 
@@ -96,6 +103,10 @@ class TrainOptions(Checked):
     """Concatenate the sequences of a micro-batch instead of padding them, and compute a common prefix, such as the
     prompt of a group, once. Attention stays within each sequence. Changes results only by rounding. Default: enabled
     for models that support it."""
+    kernels: Annotated[str, OneOf(("plain", "auto", "fused"))] = "plain"
+    """Kernels of the training pass. "plain": those of torch and transformers. "fused": Triton kernels for the output
+    layer, norms, rotary embeddings and gated activations, which read and write less memory and change results only by
+    rounding. "auto": fused on GPUs for supported models. No GPU has run the fused kernels yet."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass instead of storing them. Saves memory, and costs about a fifth of the
     training time. Default: enabled on GPUs if the activations do not fit in memory."""
@@ -152,15 +163,12 @@ class TrainOptions(Checked):
         """
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             yield f"{prefix}betas={self.betas}; set two numbers from 0 to below 1"
-        if self.lora_rank and (missing := _missing("adapters", "lora", f"{prefix}lora_rank={self.lora_rank}")):
-            yield missing
-        elif self.lora_rank and importlib.util.find_spec("peft") is None:
+        for option, provider in _PROVIDERS.items():
+            value = getattr(self, option)
+            if value != getattr(TrainOptions, option):
+                yield from filter(None, [_missing(*provider, f"{prefix}{option}={value}")])
+        if self.lora_rank and "lora" in names("adapters") and importlib.util.find_spec("peft") is None:
             yield f"{prefix}lora_rank={self.lora_rank} needs peft; run `bash scripts/setup.sh lora`, or set it to 0"
-        coefficient = self.router_aux_loss_coef
-        if coefficient and (
-            missing := _missing("auxiliary loss", "router", f"{prefix}router_aux_loss_coef={coefficient}")
-        ):
-            yield missing
         if not self.lora_target_modules.strip(", "):
             yield f"{prefix}lora_target_modules is empty; name layers, or all-linear"
         if self.adam_offload and self.zero_stage == 0:
@@ -169,9 +177,6 @@ class TrainOptions(Checked):
         # there instead of ending the run.
         if self.engine == "fsdp" and self.zero_stage in (0, 1) and default_engine() != "fsdp":
             yield f"{prefix}zero_stage={self.zero_stage}: engine=fsdp partitions all between steps; set 2 or 3"
-        has_average = self.ema_beta is not None
-        if has_average and (missing := _missing("weight average", "ema", f"{prefix}ema_beta={self.ema_beta}")):
-            yield missing
         if self.engine == "fsdp" and self.overlap_comm:
             yield f"{prefix}overlap_comm=True: engine=fsdp overlaps always, and nobody can choose; leave it out"
 

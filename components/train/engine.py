@@ -70,12 +70,10 @@ class TrainEngine(PartitionedModel):
         # Ranks that share a layer must use the same dropout mask, or their parts would belong to different functions.
         torch.manual_seed(config.seed + self.rank // config.tensor)
         self.adapters = open_adapters(model, config)
-        self._auxiliary_loss: AuxiliaryLoss | None = None
-        kind = find("auxiliary loss", "router") if find_routers(model).modules else None
-        if config.router_aux_loss_coef:
-            kind = load("auxiliary loss", "router", "train.router_aux_loss_coef")
-        if kind is not None:
-            self._auxiliary_loss = kind(model, config.router_aux_loss_coef)
+        if config.kernels != "plain":
+            load("training kernels", "model", "train.kernels")(model, config.kernels, self.device)
+        kind = find("auxiliary loss", "router") if config.router_aux_loss_coef or find_routers(model).modules else None
+        self._auxiliary_loss: AuxiliaryLoss | None = kind and kind(model, config.router_aux_loss_coef)
         compute_in(model, config.precision, self.device)
 
     @property
@@ -187,12 +185,10 @@ class TrainEngine(PartitionedModel):
         # Before the step, because NaN would spread to all weights and to the moments of the optimizer.
         self._check_finite(metrics)
         # Read before the step is counted, because the schedule depends on the count.
-        learning_rate = self.learning_rate
-        grad_norm = self._step(learning_rate)
+        metrics |= {"grad_norm": self._step(self.learning_rate), "learning_rate": self.learning_rate}
         self.step_count += 1
         if self.average is not None:
             self.average.follow(self)
-        metrics |= {"grad_norm": grad_norm, "learning_rate": learning_rate}
         is_measured = self.device.type == "cuda" and self.config.log_utilisation
         utilisation = find("utilisation", "gpu") if is_measured else None
         if utilisation is not None:

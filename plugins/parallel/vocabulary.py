@@ -5,6 +5,7 @@ Legend: `V` tokens of this rank's part, `M` states with a label, `K` states of a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from components.models.logprobs import NO_CHANCE, PartialRows, Scratch, write_gradient
+from components.models.logprobs import NO_CHANCE, Scratch, write_gradient
 from components.models.vocabulary import Vocabulary
 
 
@@ -82,14 +83,15 @@ class VocabularyPart(CopiedVocabulary):
         logits_KV: Tensor,
         label_K: Tensor,
         scale: float,
-        with_entropy: bool,  # noqa: ARG002 - it is a by-product
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Compute log-probabilities and entropies without gathering the logits.
 
         With m the maximum of x over all ranks, s = sum_j exp(x_j - m) and t = sum_j exp(x_j - m) (x_j - m),
-        log p_label = x_label - m - log s and H = log s - t / s. Three numbers per row are summed over the ranks.
+        log p_label = x_label - m - log s and H = log s - t / s. Four numbers per row are reduced over the ranks.
         """
-        return _read(logits_KV, label_K, scale, self)
+        logprob_K, entropy_K, log_total_K = _read(logits_KV, label_K, scale, self)
+        return logprob_K, entropy_K if with_entropy else None, log_total_K
 
     def write_gradient(
         self,
@@ -104,8 +106,17 @@ class VocabularyPart(CopiedVocabulary):
         assert log_total_K is not None
         row_K = torch.arange(len(label_K), device=label_K.device)
         place_K, is_own_K = self.local(label_K)
-        part = PartialRows(is_own_K, log_total_K)
-        write_gradient(logits_KV, logits_KV, row_K, place_K, scale, logprob_grad_K, entropy, part)
+        # A label in another rank's part adds nothing to this rank's logits.
+        label_grad_K = logprob_grad_K.where(is_own_K, 0.0)
+        write_gradient(logits_KV, logits_KV, row_K, place_K, scale, logprob_grad_K, entropy, label_grad_K, log_total_K)
+
+    def join(self, most_2K: Tensor, sums_2K: Tensor) -> tuple[Tensor, Tensor]:
+        """Combine the numbers of all parts; see `Vocabulary.join`."""
+        most_of_all_2K = most_2K.clone()
+        dist.all_reduce(most_of_all_2K, op=dist.ReduceOp.MAX, group=self.group)
+        below_K, (total_K, slope_K) = most_2K[0] - most_of_all_2K[0], sums_2K
+        scaled_2K = torch.stack([total_K, slope_K + total_K * below_K]) * below_K.exp()
+        return most_of_all_2K, summed(scaled_2K, self.group)
 
     def sum_state_gradient(self, grad_MH: Tensor) -> Tensor:
         """Return the sum of the gradients of all parts."""
@@ -125,12 +136,8 @@ def _read(logits_MV: Tensor, label_M: Tensor, scale: float, part: VocabularyPart
         probability_KV = torch.exp(logits_KV, out=scratch.second_KV[: len(logits_KV)])
         total_M[chunk] = probability_KV.sum(1)
         slope_M[chunk] = probability_KV.mul_(logits_KV).sum(1)
-    most_of_all_M = most_M.clone()
-    dist.all_reduce(most_of_all_M, op=dist.ReduceOp.MAX, group=part.group)
-    below_M = most_M - most_of_all_M
-    share_M = below_M.exp()
-    label_logit_M = (label_logit_M - most_of_all_M).where(is_own_M, 0.0)
-    parts_3M = torch.stack([total_M * share_M, (slope_M + total_M * below_M) * share_M, label_logit_M])
-    total_M, slope_M, label_logit_M = summed(parts_3M, part.group)
-    log_total_M = total_M.log()
-    return label_logit_M - log_total_M, log_total_M - slope_M / total_M, most_of_all_M + log_total_M
+    label_logit_M = label_logit_M.where(is_own_M, -math.inf)
+    most_2M, sums_2M = part.join(torch.stack([most_M, label_logit_M]), torch.stack([total_M, slope_M]))
+    (most_M, label_logit_M), (total_M, slope_M) = most_2M, sums_2M
+    log_total_M, label_logit_M = total_M.log(), label_logit_M - most_M
+    return label_logit_M - log_total_M, log_total_M - slope_M / total_M, most_M + log_total_M

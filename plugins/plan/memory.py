@@ -187,8 +187,7 @@ def learning(
     Raises:
         ValueError: the ranks, or the heads or experts of the model, are not divisible as the configuration says.
     """
-    if size is not None:
-        check_axes(size, config)
+    check_axes(size, config)
     each = -(-sequences // config.data_ranks(ranks))
     tokens = micro_batch_tokens(config, longest, each)
     several = steps_in_parts(config, longest, each)

@@ -31,6 +31,7 @@ NAMED_BY: dict[str, list[str]] = {
     "fsdp": ["grpo", "train.engine=fsdp", "train.zero_stage=2"],
     "loss_correction": ["grpo", "algorithm.correction=tis"],
     "generation_ahead": ["grpo", "placement.colocate=false", "asynchronous.enabled=true"],
+    "kernels": ["grpo", "train.kernels=auto"],
     "lora": ["grpo", "train.lora_rank=4"],
     "math_scorers": ["grpo", "reward.source=gsm8k"],
     "mixture": ["sft", "data.probs=1.0"],

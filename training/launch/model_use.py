@@ -29,25 +29,30 @@ class ModelUse:
     sleeps: bool = False
     """True if the model is moved to host memory while other roles work."""
 
-    def check(self, ranks: int) -> None:
-        """Check that the ranks of the role can train the model with the axes of the configuration.
+    def check(self, ranks: int, on_gpu: bool) -> list[str]:
+        """Check that the ranks of the role can train the model with the axes and the kernels of the configuration.
+
+        Returns:
+            The choice of `train.kernels` with its reason. Empty for plain kernels.
 
         Raises:
-            ValueError: an axis does not divide the ranks, or the heads or experts of the model.
+            ValueError: an axis does not divide the ranks, or the heads or experts of the model; or the requested
+                kernels cannot run.
         """
         if not isinstance(self.config, TrainConfig):
-            return
-        size = model_size(self.path)
-        if size is not None:
-            check_axes(size, self.config)
+            return []
+        check_axes(model_size(self.path), self.config)
         self.config.data_ranks(ranks)
+        if self.config.kernels == "plain":
+            return []
+        return [load("training kernels", "choice", "train.kernels")(self.config.kernels, self.path, on_gpu)]
 
 
-def check_axes(size: ModelSize, config: TrainConfig) -> None:
-    """Check that the axes of a training engine divide a model.
+def check_axes(size: ModelSize | None, config: TrainConfig) -> None:
+    """Check that the axes of a training engine divide a model, if its size is known.
 
     Raises:
         ValueError: the number of attention heads or experts is not divisible. The message says what to set.
     """
-    if max(config.context, config.tensor, config.expert) > 1:
+    if size is not None and max(config.context, config.tensor, config.expert) > 1:
         load("parallelism check", "model", "parallel")(size, config)

@@ -119,7 +119,7 @@ class Plan:
         processes = self.job.placement.processes
         self.models = [use for use in self.models if use.role in processes]
         for use in self.models:
-            use.check(processes[use.role])
+            self.choices = [*self.choices, *use.check(processes[use.role], self.job.device_type == "GPU")]
         memory_plan_type: MemoryPlanType | None = find(PLAN, MEMORY)
         self.memory = None if memory_plan_type is None else memory_plan_type(self)
 
