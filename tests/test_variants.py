@@ -25,8 +25,8 @@ from plugins.demo.tiny_model import character_tokenizer, tiny_model
 from tests.recipe_copies import copied
 from tests.variants_page import DIFFS, PAGE, PAIR_LOSSES, SLIC
 from training.options.data_options import DataOptions
+from training.options.judged_options import JudgedDataOptions
 from training.options.model_options import ModelOptions
-from training.options.pair_options import PairDataOptions
 
 Copy = Callable[..., ModuleType]
 
@@ -229,7 +229,7 @@ def test_optimal_transport_compares_sorted_log_ratios(copy: Copy) -> None:
 
     dpo_options = DPOOptions(beta=BETA)
     config = DPOConfig(
-        model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=dpo_options
+        model=ModelOptions(path="policy"), data=JudgedDataOptions(path="pairs.jsonl"), algorithm=dpo_options
     )
     logprob_B = torch.tensor([x for pair in PAIRS for x in pair])
     batch = Batch.from_rows({"tokens": [[4]] * 4}, {"reference_logprob": torch.tensor([0.0, 0.0, 2.0, 0.0])})
@@ -244,7 +244,7 @@ def test_optimal_transport_without_pairs_sorts_both(copy: Copy) -> None:
 
     dpo_options = DPOOptions(beta=BETA)
     config = DPOConfig(
-        model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=dpo_options
+        model=ModelOptions(path="policy"), data=JudgedDataOptions(path="pairs.jsonl"), algorithm=dpo_options
     )
     logprob_B = torch.tensor([x for pair in PAIRS for x in pair])
     batch = Batch.from_rows({"tokens": [[4]] * 4}, {"reference_logprob": torch.zeros(4)})
@@ -261,7 +261,7 @@ def test_each_variant_of_the_pair_loss_equals_a_calculation_by_hand(copy: Copy, 
     algorithm = copy("dpo", DIFFS["Losses of the log-ratios"], SLIC, PAIR_LOSSES[name])
     dpo_options = DPOOptions(beta=BETA, label_smoothing=E)
     config = DPOConfig(
-        model=ModelOptions(path="policy"), data=PairDataOptions(path="pairs.jsonl"), algorithm=dpo_options
+        model=ModelOptions(path="policy"), data=JudgedDataOptions(path="pairs.jsonl"), algorithm=dpo_options
     )
     logprob_B = torch.tensor([x for pair in PAIRS for x in pair], requires_grad=True)
     batch = Batch.from_rows({"tokens": [[4]] * 4}, {"reference_logprob": torch.zeros(4)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -65,9 +65,13 @@ class PairFormat:
         """Return the format of a source's rows. Generated rows have fixed columns."""
         if not is_drawn(source):
             return self
-        return PairFormat(
-            prompt_key="prompt", apply_chat_template=self.apply_chat_template, with_margin=self.with_margin
-        )
+        generated = PairFormat(prompt_key="prompt")
+        fixed = {name: getattr(generated, name) for name in ("prompt_key", "chosen_key", "rejected_key")}
+        return replace(self, **fixed, input_template=None, ignored_columns=())
+
+    def of_row(self, row: Mapping[str, Any]) -> tuple[PairFormat, bool | None]:  # noqa: ARG002 - for subclasses
+        """Return the format of one row, and its label: None for a pair. A subclass may read rows of several kinds."""
+        return self, None
 
     def prompt_column(self, row: Mapping[str, Any]) -> str | None:
         """Return the column with the prompt of a row, or None if there is none."""
@@ -109,6 +113,8 @@ class Pair:
     """Difference in quality between the two; 0 without a margin."""
     opening: str
     """Start of the conversation. Pairs with the same opening are held out together."""
+    label: bool | None = None
+    """Label of a row with a single response, which is then both `chosen` and `rejected`. None for a pair."""
 
 
 def read_pair(row: Mapping[str, Any], form: PairFormat, tokenizer: PreTrainedTokenizerBase) -> Pair:

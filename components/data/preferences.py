@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,8 @@ class PreferenceData:
     """Number of dropped pairs by reason: `too_long` (a sequence above max_tokens), `identical` (equal responses)."""
     repeated: int
     """Number of pairs in the batch that repeat an earlier pair."""
+    noun: str = "pairs"
+    """Noun for the examples in messages."""
 
     def __len__(self) -> int:
         return len(self.openings)
@@ -90,7 +92,8 @@ def read_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat, tokenizer: P
     pairs = []
     for number, row in enumerate(rows):
         try:
-            pairs.append(read_pair(row, form, tokenizer))
+            row_form, label = form.of_row(row)
+            pairs.append(replace(read_pair(row, row_form, tokenizer), label=label))
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from error
     return pairs
@@ -102,12 +105,16 @@ def check_pairs(rows: Sequence[Mapping[str, Any]], form: PairFormat) -> None:
     Raises:
         ValueError: as in `read_pairs`.
     """
+    responses: dict[str, list[Any]] = defaultdict(list)
     for number, row in enumerate(rows):
         try:
-            check_columns(row, form)
+            row_form, _ = form.of_row(row)
+            check_columns(row, row_form)
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from error
-    check_one_kind((row[form.chosen_key] for row in rows), f"column {form.chosen_key!r}")
+        responses[row_form.chosen_key].append(row[row_form.chosen_key])
+    for column, cells in responses.items():
+        check_one_kind(cells, f"column {column!r}")
 
 
 def check_pair_tokens(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -120,7 +127,7 @@ def check_pair_tokens(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase)
     for number, pair in enumerate(pairs):
         try:
             for response in (pair.chosen, pair.rejected):
-                _encode(pair.prompt, response, encoder, apart=True)
+                encode_response(pair.prompt, response, encoder, apart=True)
         except ValueError as error:
             raise ValueError(f"row {number}: {error}") from error
 
@@ -151,7 +158,9 @@ def encode_pairs(
         if pair.chosen == pair.rejected:
             dropped["identical"] += 1
             continue
-        encoded = [_encode(pair.prompt, response, encoder, with_mask) for response in (pair.chosen, pair.rejected)]
+        encoded = [
+            encode_response(pair.prompt, response, encoder, with_mask) for response in (pair.chosen, pair.rejected)
+        ]
         # Both are dropped together: a truncated response would be compared with a complete one.
         if max_tokens is not None and max(len(ids) for ids, _ in encoded) > max_tokens:
             dropped["too_long"] += 1
@@ -180,8 +189,9 @@ def encode_pairs(
 def pair_texts(rows: Sequence[Mapping[str, Any]], form: PairFormat) -> Iterator[str]:
     """Yield all texts of rows, to build a vocabulary from. Rows are not checked; `read_pairs` does that."""
     for row in rows:
-        prompt = form.prompt_column(row)
-        for column in filter(None, (prompt, form.chosen_key, form.rejected_key)):
+        row_form, _ = form.of_row(row)
+        prompt = row_form.prompt_column(row)
+        for column in filter(None, (prompt, row_form.chosen_key, row_form.rejected_key)):
             text = row.get(column, "")
             messages = read_messages(text)
             if messages is not None:
@@ -191,7 +201,7 @@ def pair_texts(rows: Sequence[Mapping[str, Any]], form: PairFormat) -> Iterator[
 
 def scored_tokens(text: str, encoder: TextEncoder) -> list[int]:
     """Return the token ids of a text to score (prompt and response), with one end token as in reward-model training."""
-    return _encode("", text, encoder, apart=False)[0]
+    return encode_response("", text, encoder, apart=False)[0]
 
 
 def hold_out(openings: Sequence[str], count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -229,7 +239,7 @@ def select_pairs(batch: Batch, index_P: Tensor) -> Batch:
     return batch.select((2 * index_P.view(-1, 1) + torch.arange(2)).flatten())
 
 
-def _encode(prompt: str, response: str, encoder: TextEncoder, apart: bool) -> tuple[list[int], int]:
+def encode_response(prompt: str, response: str, encoder: TextEncoder, apart: bool) -> tuple[list[int], int]:
     """Return the token ids of prompt, response and end token, and the index at which the response begins.
 
     Args:

@@ -191,7 +191,8 @@ class DemonstrationReader:
         if isinstance(label, bool) and self.form.response_key is None and "label" not in self.form.ignored_columns:
             raise ValueError(
                 f"column 'label' is {label}, which marks responses as wanted or not (KTO), and all would be learnt; "
-                "keep only the wanted rows and set data.ignored_columns=label"
+                "keep only the wanted rows and set data.ignored_columns=label, or train on all with recipes/dpo and "
+                "algorithm.loss=kto"
             )
 
 

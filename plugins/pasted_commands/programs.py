@@ -23,7 +23,7 @@ OPENRLHF_PROGRAMS = (
     "serve_rm",
 )
 """Programs of OpenRLHF, which were scripts of these names before they were modules."""
-TRAINED = ("train_ppo_ray", "train_ppo", "train_sft", "train_dpo", "train_rm")
+TRAINED = ("train_ppo_ray", "train_ppo", "train_sft", "train_dpo", "train_kto", "train_rm")
 """Programs of OpenRLHF that a recipe runs. The options of other programs are left out, so that the only message is the
 replacement of the program.
 """

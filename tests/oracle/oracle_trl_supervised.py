@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +24,14 @@ from recipe_copies import copied
 from steps import EPS, SIZE, STEPS, Apart, Trace, make_model, make_steps, roles, weights_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.kto import KTOTrainer
+from trl.experimental.orpo import ORPOTrainer
 from variants_page import DIFFS, PAIR_LOSSES, SLIC
 
 from components.batch import Batch
 from components.data.supervised import DemonstrationFormat, encode_demonstrations
+from components.rl.preference_losses import kto_kl, kto_loss, orpo_loss, simpo_loss
 
 RATE = 1e-3
 PAIRS = SIZE // 2
@@ -239,6 +244,40 @@ def test_the_recipe_matches_trl(case: Case, folder: Path, differences: Differenc
     start = weights_of(opened(case.recipe, path))
     apart = Apart.of(ours(case, path, folder), theirs(case, path, folder), start)
     differences.hold("trl", f"{case.recipe}: {case.name}", apart, case.why)
+
+
+def trainer_with(**options: Any) -> Any:
+    """Return the attributes of a trainer that TRL's loss functions read."""
+    accelerator = SimpleNamespace(device=torch.device("cpu"), gather_for_metrics=lambda x: x)
+    return SimpleNamespace(accelerator=accelerator, label_smoothing=0.0, **options)
+
+
+def test_kto_matches_the_function_of_trl() -> None:
+    torch.manual_seed(0)
+    policy_B, reference_B, policy_kl_B, reference_kl_B = (-5 * torch.rand(6) for _ in range(4))
+    is_desirable_B = torch.tensor([True, True, False, True, False, False])
+    trainer = trainer_with(beta=0.3, loss_type="kto", calculate_KL=True, desirable_weight=1.2, undesirable_weight=0.7)
+    kind = (is_desirable_B, ~is_desirable_B)
+    theirs, *_, kl = KTOTrainer.kto_loss(
+        trainer, *(policy_B[x] for x in kind), policy_kl_B, *(reference_B[x] for x in kind), reference_kl_B
+    )
+    ours_kl = kto_kl(policy_kl_B - reference_kl_B)
+    weights = {"desirable_weight": 1.2, "undesirable_weight": 0.7}
+    ours = kto_loss(policy_B - reference_B, is_desirable_B, ours_kl, 6, 3, beta=0.3, **weights)
+    assert float(ours_kl) == pytest.approx(float(kl), abs=1e-6)
+    assert float(ours.loss) == pytest.approx(float(theirs.mean()), abs=1e-6)
+
+
+def test_orpo_and_simpo_match_the_functions_of_trl() -> None:
+    torch.manual_seed(0)
+    chosen_P, rejected_P = -2 * torch.rand(5), -2 * torch.rand(5)
+    ratios, *_ = ORPOTrainer.odds_ratio_loss(trainer_with(beta=0.4), chosen_P, rejected_P)
+    ours = orpo_loss(chosen_P, rejected_P, 5, beta=0.4)
+    assert float(ours.loss) == pytest.approx(float(-chosen_P.mean() - ratios.mean()), abs=1e-6)
+    trainer = trainer_with(beta=2.0, simpo_gamma=0.7, loss_type="simpo")
+    losses, *_ = CPOTrainer.cpo_loss(trainer, chosen_P, rejected_P)
+    ours = simpo_loss(chosen_P, rejected_P, 5, beta=2.0, gamma=0.7)
+    assert float(ours.loss) == pytest.approx(float(losses.mean()), abs=1e-6)
 
 
 @pytest.mark.parametrize(

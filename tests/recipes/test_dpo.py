@@ -32,8 +32,8 @@ from recipes.dpo.config import DPOConfig, DPOOptions
 from recipes.dpo.data import in_calls
 from recipes.dpo.main import main, read_config
 from tests.messages import says
+from training.options.judged_options import JudgedDataOptions
 from training.options.model_options import ModelOptions
-from training.options.pair_options import PairDataOptions
 
 ROWS = [
     {"prompt": "one plus one is", "chosen": " two", "rejected": " eleven, they say"},
@@ -135,7 +135,7 @@ def test_the_common_prefix_of_both_responses_adds_nothing_to_the_loss(models: tu
 def made(**algorithm: Any) -> DPOConfig:
     """Return a configuration with these algorithm options."""
     settings = DPOOptions(**algorithm)
-    return DPOConfig(model=ModelOptions(path="x"), data=PairDataOptions(path="x"), algorithm=settings)
+    return DPOConfig(model=ModelOptions(path="x"), data=JudgedDataOptions(path="x"), algorithm=settings)
 
 
 def _sums(x_N: Tensor, batch: Batch) -> Tensor:
@@ -286,6 +286,21 @@ def test_adapters_are_trained_and_merged_into_the_saved_model(runs: dict[str, Ru
     assert changed == {name for name in start if name.endswith("proj.weight")}
 
 
+def test_losses_without_reference_take_means_over_the_tokens(models: tuple[Path, Path]) -> None:
+    policy = models[0]
+    batch = pairs_of(policy, ROWS)
+    pairs = [[transformers_logprobs(policy, row["prompt"], row[k]) for k in ("chosen", "rejected")] for row in ROWS]
+    # An impossible token before the first one has the log-probability 0, as in the loss.
+    means = [[sum(x) / len(x) for x in pair] for pair in pairs]
+    simpo = [math.log(1 + math.exp(-(2 * (c - r) - 0.3))) for c, r in means]
+    odds = [[x - math.log(1 - math.exp(x)) for x in pair] for pair in means]
+    orpo = [-c + 2 * math.log(1 + math.exp(-(o - p))) for (c, _), (o, p) in zip(means, odds, strict=True)]
+    for name, expected in (("simpo", simpo), ("orpo", orpo)):
+        config = made(loss=name, beta=2.0, simpo_gamma=0.3)
+        output = loss(load_policy(policy), batch, Totals(tokens=1, sequences=6), config)
+        assert output.loss.item() == pytest.approx(sum(expected) / 3, abs=2e-5)
+
+
 @pytest.mark.nightly
 def test_training_improves_the_true_reward_of_the_policy(tmp_path: Path) -> None:
     start = Path(resolve_model("warm_start:sort"))
@@ -393,6 +408,12 @@ def test_the_plan_has_one_role_with_one_gpu_per_rank(capsys: pytest.CaptureFixtu
         (["data.path={rows}", "train.batch_size=1", "placement.ranks_per_node=2"], ["train.batch_size=1", "2 ranks"]),
         (["data.path={rows}", "data.prompt_key=prompt", "data.max_samples=0"], ["data.max_samples=0"]),
         (["data.path={rows}", "load_in_4bit=true"], ["load_in_4bit", "lora_rank"]),
+        (["data.path={rows}", "algorithm.loss=kto", "algorithm.ipo=true"], ["algorithm.loss=kto", "ipo"]),
+        (
+            ["data.path={rows}", "algorithm.loss=orpo", "algorithm.nll_loss_coef=0.5"],
+            ["algorithm.nll_loss_coef=0.5", "algorithm.loss=orpo"],
+        ),
+        (["data.path={rows}", "algorithm.loss=kto", "data.completion_key=chosen"], ["row 0", "both 'chosen'"]),
     ],
 )
 def test_bad_input_is_reported_in_one_line_with_exit_code_2(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,7 +15,7 @@ from training.options.supervised_options import ExampleOptions, HeldOutOptions, 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from components.data.preferences import PairFormat
+    from components.data.preferences import PairFormat, PreferenceData
 
 
 @dataclass(kw_only=True)
@@ -65,10 +65,16 @@ class PairOptions(SupervisedOptions):
 
     def describe_first(self, rows: Rows, source: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """See `SupervisedOptions.describe_first`."""
-        from components.data.preferences import encode_pairs, read_pairs
+        from components.data.preferences import read_pairs
 
         pairs = read_pairs(rows, self.pair_format(source), tokenizer)
-        return encode_pairs(pairs, tokenizer, with_mask=self.LEARNS_RESPONSES).describe_first(tokenizer)
+        return self.encoder()(pairs, tokenizer, with_mask=self.LEARNS_RESPONSES).describe_first(tokenizer)
+
+    def encoder(self) -> Callable[..., PreferenceData]:
+        """Return the function that tokenizes pairs: `encode_pairs`, or another with the same arguments."""
+        from components.data.preferences import encode_pairs
+
+        return encode_pairs
 
     def pair_format(self, source: str) -> PairFormat:
         """Return the columns and form of the pairs in the rows of a source."""

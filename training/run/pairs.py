@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from components.data.preferences import Pair, PreferenceData, encode_pairs, hold_out, read_pairs, select_pairs
+from components.data.preferences import Pair, PreferenceData, hold_out, read_pairs, select_pairs
 from components.data.shares import check_shares
 from training.options.supervised_options import Rows
 from training.run.supervised_run import TrainingData
@@ -41,9 +41,10 @@ def read_training_pairs(
         return pairs
 
     def encoded(pairs: list[Pair]) -> PreferenceData:
-        data = encode_pairs(pairs, tokenizer, max_tokens=config.data.max_tokens, with_mask=with_mask)
+        data = config.encoder()(pairs, tokenizer, max_tokens=config.data.max_tokens, with_mask=with_mask)
         left_out = ", ".join(f"{count} {reason}" for reason, count in data.dropped.items())
-        info(f"{len(data)} of {len(pairs)} pairs can be used (left out: {left_out}); {data.repeated} are repeated")
+        total = len(data) + sum(data.dropped.values())
+        info(f"{len(data)} of {total} {data.noun} can be used (left out: {left_out}); {data.repeated} are repeated")
         return data
 
     preferences = encoded(config.training_examples(read, info))

@@ -10,6 +10,7 @@ from components.train.config import FrozenConfig
 from components.train.frozen import open_frozen_policy
 from core import trainer_invocation
 from training.roles.supervised import SupervisedModel
+from training.roles.trained_model import of_rank0
 
 from ..algorithm import loss, response_logprobs
 from ..config import DPOConfig
@@ -21,6 +22,13 @@ class Actor(SupervisedModel[DPOConfig]):
     def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
         """Return the loss of one micro-batch; see algorithm.py."""
         return loss(model, micro, totals, self.config)
+
+    @trainer_invocation(post_func=of_rank0)
+    def train_step(self, minibatch: Batch) -> dict[str, float]:
+        """See `SupervisedModel.train_step`. A response of KTO is trained alone, the responses of a pair together."""
+        metrics = self.engine.train_step(minibatch, self.loss, group_size=self.config.group_size)
+        self.record_weights(self.engine.step_count)
+        return metrics
 
     @trainer_invocation
     def load_reference(self, model_path: str) -> None:

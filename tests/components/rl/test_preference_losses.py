@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from components.rl.aggregation import LossOutput
-from components.rl.preference_losses import bradley_terry_loss, dpo_loss
+from components.rl.preference_losses import bradley_terry_loss, dpo_loss, kto_kl, kto_loss, orpo_loss, simpo_loss
 from tests.messages import says
 
 LN = math.log
@@ -170,12 +170,84 @@ def test_dpo_agrees_with_a_slow_loop(rows: Rows, total: int, beta: float, smooth
     assert actual == pytest.approx(slow_dpo(rows, total, beta, smoothing, ipo), rel=1e-5, abs=1e-5)
 
 
+def test_simpo_subtracts_its_target_from_the_scaled_difference() -> None:
+    # beta = 2, mean log-probabilities -0.5 and -1: rewards -1 and -2, a gap of 1, minus gamma = 0.25.
+    output = simpo_loss(torch.tensor([-0.5]), torch.tensor([-1.0]), 1, beta=2.0, gamma=0.25)
+    assert values(output) == {
+        "loss": round(LN(1 + math.exp(-0.75)), 6),
+        "accuracy": 1.0,
+        "chosen_reward": -1.0,
+        "rejected_reward": -2.0,
+        "margin": 1.0,
+    }
+
+
+def test_orpo_is_the_likelihood_plus_the_log_sigmoid_of_the_odds_ratio() -> None:
+    # Probabilities 3/4 and 1/2 have the odds 3 and 1. The sigmoid of ln 3 is 3/4.
+    output = orpo_loss(torch.tensor([LN(3 / 4)]), torch.tensor([LN(1 / 2)]), 1, beta=0.5)
+    assert values(output)["loss"] == round(-LN(3 / 4) - 0.5 * LN(3 / 4), 6)
+    assert values(output)["nll"] == round(-LN(3 / 4), 6)
+    # The probabilities exp(-0.8) and exp(-1.2), in float64.
+    odds_ratio = orpo_loss(torch.tensor([-0.8]), torch.tensor([-1.2]), 1, beta=1.0).loss - 0.8
+    log_odds = [x - LN(1 - math.exp(x)) for x in (-0.8, -1.2)]
+    assert odds_ratio.item() == pytest.approx(-LN(sigmoid(log_odds[0] - log_odds[1])), abs=1e-6)
+
+
+@pytest.mark.parametrize("logprob", [0.0, -1e-9, -100.0])
+def test_orpo_is_finite_for_a_certain_and_for_an_impossible_response(logprob: float) -> None:
+    chosen_P = torch.tensor([logprob], requires_grad=True)
+    orpo_loss(chosen_P, torch.tensor([-1.0]), 1, beta=1.0).loss.backward()
+    assert chosen_P.grad is not None
+    assert chosen_P.grad.isfinite().all()
+
+
+def test_kto_equals_a_calculation_by_hand() -> None:
+    # Log-ratios 1 and -2 of desirable responses, 0.5 of an undesirable one; the KL estimate is 0.25, beta 2.
+    ratio_B = torch.tensor([1.0, -2.0, 0.5], requires_grad=True)
+    is_desirable_B = torch.tensor([True, True, False])
+    output = kto_loss(
+        ratio_B, is_desirable_B, torch.tensor(0.25), 3, 2, beta=2.0, desirable_weight=1.5, undesirable_weight=0.5
+    )
+    expected = 1.5 * (1 - sigmoid(2 * 0.75)) + 1.5 * (1 - sigmoid(2 * -2.25)) + 0.5 * (1 - sigmoid(2 * -0.25))
+    hand = {
+        "loss": expected / 3,
+        "accuracy": 1 / 3,
+        "chosen_reward": -1.0,
+        "rejected_reward": 1.0,
+        "margin": -2.0,
+        "kl": 0.25,
+    }
+    assert values(output) == pytest.approx(hand, abs=1e-6)
+    output.loss.backward()
+    assert ratio_B.grad is not None
+    slopes = [-1.5 * 2 * sigmoid(1.5) * sigmoid(-1.5), -1.5 * 2 * sigmoid(4.5) * sigmoid(-4.5)]
+    slopes.append(0.5 * 2 * sigmoid(0.5) * sigmoid(-0.5))
+    assert ratio_B.grad.tolist() == pytest.approx([x / 3 for x in slopes], abs=1e-6)
+
+
+def test_the_kl_estimate_of_kto_is_a_mean_that_is_never_negative_and_has_no_gradient() -> None:
+    ratio_B = torch.tensor([1.0, -0.5, 1.0], requires_grad=True)
+    assert (kto_kl(ratio_B).item(), kto_kl(ratio_B).requires_grad) == (0.5, False)
+    assert kto_kl(-ratio_B).item() == 0
+
+
+def test_micro_batches_of_kto_sum_to_the_step() -> None:
+    ratio_B = torch.tensor([1.0, -2.0, 0.5, 3.0])
+    is_desirable_B = torch.tensor([True, False, False, True])
+    parts = [
+        values(kto_loss(ratio_B[part], is_desirable_B[part], torch.tensor(0.25), 4, 2, beta=0.5))
+        for part in (slice(0, 4), slice(0, 1), slice(1, 4))
+    ]
+    assert {name: parts[1][name] + parts[2][name] for name in parts[0]} == pytest.approx(parts[0], abs=2e-6)
+
+
 LOSSES: dict[str, Callable[[list[Tensor], float], LossOutput]] = {
     "bradley_terry": lambda x, total: bradley_terry_loss(x[0], x[1], total),
     "with margin": lambda x, total: bradley_terry_loss(x[0], x[1], total, x[2].detach()),
     "dpo": lambda x, total: dpo_loss(*x, total_pairs=total, beta=0.5),
     "conservative": lambda x, total: dpo_loss(*x, total_pairs=total, beta=0.5, label_smoothing=0.2),
     "ipo": lambda x, total: dpo_loss(*x, total_pairs=total, beta=0.5, ipo=True),
+    "simpo": lambda x, total: simpo_loss(x[0], x[1], total, beta=2.0, gamma=0.5),
 }
 every_loss = pytest.mark.parametrize("name", LOSSES)
 
@@ -263,6 +335,9 @@ TWO = torch.zeros(2)
         (lambda: dpo_loss(TWO, TWO, ONE, TWO, 1, beta=0.1), ["reference_chosen_P", "[1]"]),
         (lambda: dpo_loss(TWO, TWO, TWO, ONE, 1, beta=0.1), ["reference_rejected_P", "[1]"]),
         (lambda: dpo_loss(TWO, TWO, TWO, TWO, -1, beta=0.1), ["total_pairs=-1"]),
+        (lambda: simpo_loss(TWO, ONE, 1, beta=2, gamma=0.5), ["chosen_P", "[2]", "rejected_P", "[1]"]),
+        (lambda: orpo_loss(TWO, ONE, 1, beta=0.1), ["chosen_P", "[2]", "rejected_P", "[1]"]),
+        (lambda: kto_loss(TWO, ONE > 0, torch.zeros(()), 1, 1, beta=0.1), ["log_ratio_B", "is_desirable_B", "[1]"]),
     ],
 )
 def test_bad_arguments_raise_an_error(call: Callable[[], LossOutput], facts: list[str]) -> None:

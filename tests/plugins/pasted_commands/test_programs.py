@@ -7,6 +7,7 @@ import pytest
 from plugins.openrlhf.adapter import train_ppo
 from plugins.pasted_commands.programs import OPENRLHF, OPENRLHF_PROGRAMS, with_program_as_option
 from recipes.dpo.main import main as dpo
+from recipes.dpo.main import read_config as read_dpo
 from recipes.openrlhf_ppo.main import main as openrlhf_ppo
 from recipes.verl_ppo.adapter import VERL
 from recipes.verl_ppo.main import COMMAND as VERL_COMMAND
@@ -52,7 +53,6 @@ USE: dict[str, str] = {
     "train_sft": "recipes/sft/run.sh",
     "train_rm": "recipes/reward_model/run.sh",
     "serve_rm": "recipes.reward_model.serve",
-    "train_kto": "recipes/dpo",
     "train_prm": "recipes/reward_model",
     "train_kd": "algorithm.estimator=distillation",
     "batch_inference": "vllm run-batch",
@@ -62,11 +62,18 @@ USE: dict[str, str] = {
 """Program of OpenRLHF -> part of the answer of recipes/dpo, which runs train_dpo."""
 
 
-@pytest.mark.parametrize("program", [name for name in OPENRLHF_PROGRAMS if name != "train_dpo"])
+@pytest.mark.parametrize("program", [name for name in OPENRLHF_PROGRAMS if name not in ("train_dpo", "train_kto")])
 def test_each_program_of_openrlhf_has_an_answer(program: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert dpo(["python3", "-m", f"{OPENRLHF}.{program}", "model.path=m", "data.path=d"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(says(f"{OPENRLHF}.{program}", USE[program]), line), line
+
+
+def test_the_program_of_kto_sets_the_loss_of_dpo() -> None:
+    command = f"python3 -m {OPENRLHF}.train_kto --pretrain m --dataset d --output_key o --undesirable_loss_weight 2"
+    config = read_dpo([*command.split(), "run_dir=x"])
+    algorithm = config.algorithm
+    assert (algorithm.loss, algorithm.undesirable_weight, config.data.completion_key) == ("kto", 2, "o")
 
 
 def test_the_program_of_a_recipe_is_accepted_by_it(capsys: pytest.CaptureFixture[str]) -> None:
