@@ -40,6 +40,7 @@ ABOUT = {
     "eval/": "Scores on held-out prompts, in steps with an evaluation.",
     "timing_s/": "Time of the phases of a step. With `async_train` generation runs concurrently and is not in the sum.",
     "perf/": "Throughput and memory.",
+    "bound/": "Time that the machine would allow for a phase, from first principles (plugins/light_meter).",
     "": "Logged only by `verl_ppo`, under verl's names.",
 }
 ALARM_HEAD = """\

@@ -35,7 +35,7 @@ TRAINED = (
 )
 """Quantities that a training step computes before the update."""
 UNRELATED = (
-    *("timing_s/", "timing_per_token_ms/", "perf/", "eval/", "val-"),
+    *("timing_s/", "timing_per_token_ms/", "perf/", "bound/", "eval/", "val-"),
     *("rollout/filter_", "rollout/queued_batches", "reward/failed"),
 )
 """Beginnings of the names of metrics that do not follow from the rollouts of a step: times, evaluations, and counts of

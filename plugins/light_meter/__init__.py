@@ -1,0 +1,6 @@
+"""Light meter: beside the time of each phase of a step, the time that the machine would allow."""
+
+PROVIDES = {
+    "progress": {"bounds": "progress:BoundProgress"},
+    "run observer": {"limits": "observer:LimitsObserver"},
+}
