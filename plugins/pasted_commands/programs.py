@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+PROGRAM = "program"
+"""Option that stands for a program that is not known. The tables of the other systems refuse it."""
 LAUNCHER = "launcher"
 """Option that stands for a launcher, such as `ray job submit`. The tables of the other systems give it a message."""
 OPENRLHF = "openrlhf.cli"
@@ -17,6 +19,7 @@ OPENRLHF_PROGRAMS = (
     "train_kto",
     "train_prm",
     "train_kd",
+    "train_opd",
     "batch_inference",
     "interactive_chat",
     "lora_combiner",
@@ -35,6 +38,10 @@ LAUNCHERS = {
 }
 """First word of a launcher -> its name in messages."""
 _MODULE = re.compile(r"(openrlhf\.cli\.\w+|(verl|recipe)(\.\w+)+)")
+_PYTHON = re.compile(r"(?:.*/)?python[\d.]*|-m|torchrun|deepspeed|--module|-u|-B")
+"""Words before a program."""
+_OTHER = re.compile(r"[^=]+\.py|[A-Za-z_]\w*(\.\w+)+")
+"""Script or module of a program that is not known."""
 _SCRIPT = re.compile(r"(?:.*?/)??((?:verl|recipe)/[\w/]+|[^/]+)\.py")
 
 
@@ -42,7 +49,8 @@ def with_program_as_option(arguments: Sequence[str]) -> list[str]:
     """Replace the words up to the program by options.
 
     The program becomes an option of its own name. The table of the other system accepts it, or refuses it with the
-    reason. Without a known program the arguments are returned unchanged.
+    reason. Another program that Python starts becomes the option `program`. Without a program the arguments are
+    returned unchanged.
     """
     for place, word in enumerate(arguments):
         if (program := _program(word)) is not None:
@@ -50,6 +58,9 @@ def with_program_as_option(arguments: Sequence[str]) -> list[str]:
                 return [f"{program}=true"]
             names = [LAUNCHERS[word] for word in arguments[:place] if word in LAUNCHERS]
             return [f"{program}=true", *(f"{LAUNCHER}={name}" for name in names[:1]), *arguments[place + 1 :]]
+    for place, word in enumerate(arguments):
+        if _OTHER.fullmatch(word) and arguments[place - 1 : place] and _PYTHON.fullmatch(arguments[place - 1]):
+            return [f"{PROGRAM}={word}", *arguments[place + 1 :]]
     return list(arguments)
 
 

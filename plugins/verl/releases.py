@@ -35,7 +35,6 @@ def read_releases(keys: Computed) -> None:
     if "trainer.ref_update_freq" in keys.names:
         keys.notes.append("trainer.ref_update_freq moves the reference; the loss of the spin recipe is not here")
     read_fully_async(keys)
-    read_final_rates(keys)
     read_megatron_lora(keys)
     read_distillation(keys)
 
@@ -76,18 +75,6 @@ def read_fully_async(keys: Computed) -> None:
         keys.put("asynchronous.partial_rollout", True, "async_training.partial_rollout")
 
 
-def read_final_rates(keys: Computed) -> None:
-    """Set the final learning rate from Megatron's `optim.min_lr`, an absolute rate."""
-    for group, owner in (("train", ACTOR), ("critic", "critic")):
-        key = f"{owner}.optim.min_lr"
-        if (rate := keys.get(key)) is None:
-            continue
-        if keys.option(f"{group}.lr_scheduler", "constant") == "constant":
-            keys.idle("the learning rate is constant after the warm-up", key)
-        elif peak := keys.option(f"{group}.learning_rate"):
-            keys.put(f"{group}.min_lr_ratio", rate / peak, key)
-
-
 def read_megatron_lora(keys: Computed) -> None:
     """Set the adapters from `model.lora`, verl's group of adapters in Megatron."""
     if not keys.get(f"{LORA}.rank"):
@@ -122,7 +109,8 @@ def _faults_of_distillation(keys: Computed, teachers: set[str]) -> Iterator[str]
     if mode not in SAMPLED_KL or not gradient:
         yield (
             f"{DISTILLATION}.loss_mode={mode} with use_policy_gradient={gradient}: only the reverse KL of the sampled "
-            f"tokens is distilled here; set {DISTILLATION}.loss_mode=k1 and use_policy_gradient=true"
+            f"tokens is distilled here; set {DISTILLATION}.loss_mode=k1 and use_policy_gradient=true, or train with "
+            "recipes/distill, whose algorithm.loss=divergence sums over the teacher's algorithm.top_k tokens"
         )
     if keys.get(f"{DISTILLATION}.use_task_rewards", default=True):
         yield (

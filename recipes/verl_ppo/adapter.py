@@ -1,11 +1,11 @@
 """Translation of verl's keys to the options of this recipe: verl.yaml, and here the keys that need arithmetic."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from components.registry import find
+from components.registry import MissingPlugin, find, load
 from training.options.ppo_options import BY_RESPONSE
 from training.options.rl_options import RLOptions
 from training.options.table_adapter import Computed
@@ -19,40 +19,26 @@ from .reward_keys import read_reward
 REFERENCE = "actor_rollout_ref.ref"
 DTYPES = (("model_dtype",), ("dtype", "mixed_precision.param_dtype"))
 """verl's keys of the dtype of weights, and of matrix products."""
+OTHERS = ("megatron", "veomni", "torchtitan", "automodel")
+"""Training engines whose groups of keys have the dtypes and the offloading too."""
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 """verl's names of KL estimators -> names here."""
-AXES = {
-    "parallel.context": ("ulysses_sequence_parallel_size", "megatron.context_parallel_size"),
-    "parallel.expert": ("megatron.expert_model_parallel_size",),
-    "parallel.tensor": ("megatron.tensor_model_parallel_size",),
-}
-ENGINES = (f"{ACTOR}.strategy", "critic.strategy", "model_engine")
-"""verl's keys of the training engine."""
-PRESET = ("verl command line", "preset")
-"""Registry key of the function that returns the settings of a configuration file of verl."""
 RELEASES = ("verl keys", "releases")
 """Registry key of the function that reads the keys of some releases and recipes."""
-OTHER_ENGINE = (
-    "is not here: models are trained with torch's fully_shard; leave it and the keys of its own out, or set "
-    "actor_rollout_ref.actor.strategy=fsdp2 and critic.strategy=fsdp2"
-)
-MEGATRON = (
-    "megatron is torch's fully_shard here, with the same axes for tensor, context and expert parallelism; instead of "
-    "pipeline stages all ranks have parts of all layers"
-)
+ENGINES, AXES = ("verl keys", "engines"), ("verl keys", "axes")
+"""Registry keys of the functions that read the keys of engines, and of the axes of parallelism."""
 
 
 def compute(keys: Computed) -> None:
     """See `training.options.table_adapter.Compute`."""
-    keys.faults += elsewhere(keys)
+    read_by_plugin(keys, *ENGINES)
     for part in (
         read_data,
         read_agent,
         read_batches,
         read_models,
         read_gradients,
-        read_optimizers,
         read_critic_config,
         read_loss,
         read_algorithm,
@@ -60,11 +46,21 @@ def compute(keys: Computed) -> None:
         read_reward,
         read_run,
         read_pools,
-        read_axes,
     ):
         part(keys)
+    read_by_plugin(keys, *AXES)
     if read_releases := find(*RELEASES):
         read_releases(keys)
+
+
+def read_by_plugin(keys: Computed, kind: str, name: str) -> None:
+    """Read keys by a function of a plug-in. Without it the command is refused, as these keys change results."""
+    try:
+        read = load(kind, name)
+    except MissingPlugin as error:
+        keys.faults.append(str(error))
+    else:
+        read(keys)
 
 
 def read_loss(keys: Computed) -> None:
@@ -109,21 +105,6 @@ def read_gradients(keys: Computed) -> None:
             )
 
 
-def is_megatron(keys: Computed) -> bool:
-    """True if a key or the configuration file asks for Megatron."""
-    name = str(keys.get("config_name", default="")).removesuffix(".yaml")
-    return "megatron" in (*map(keys.get, ENGINES), *name.split("_"))
-
-
-def read_optimizers(keys: Computed) -> None:
-    """Check the optimizer, which must be AdamW under its name in torch or Megatron."""
-    # Megatron's adam decouples the weight decay, as AdamW does; torch's Adam does not.
-    known = ("AdamW", "adam") if is_megatron(keys) else ("AdamW",)
-    for key, name in keys.values.items():
-        if key.endswith(".optim.optimizer") and name not in (None, *known):
-            keys.faults.append(f"{key}={name}: the optimizer is torch's AdamW, with lr, betas and weight_decay")
-
-
 def read_critic_config(keys: Computed) -> None:
     """Check overrides of the critic's config.json, of which only the attention kernels are accepted."""
     group = "critic.model.override_config"
@@ -135,53 +116,6 @@ def read_critic_config(keys: Computed) -> None:
                 f"{group}.{name}={value}: the critic is what its config.json has, with the policy's attention kernels; "
                 "its own weights are trained"
             )
-
-
-def elsewhere(keys: Computed) -> Iterator[str]:
-    """Yield errors for training engines, generation engines and devices that are not supported."""
-    name = str(keys.get("config_name", default="")).removesuffix(".yaml")
-    parts = [keys.get(f"{ACTOR}.strategy"), keys.get("critic.strategy")]
-    if None not in parts and len({part == "megatron" for part in parts}) == 2:
-        yield (
-            f"{ACTOR}.strategy={parts[0]} and critic.strategy={parts[1]} differ: verl trains actor and critic with one "
-            "kind of engine; set both to fsdp2, or both to megatron"
-        )
-    # Actor and critic usually name the same engine, so one message is enough.
-    for other in [kind for kind in map(keys.get, ENGINES) if kind not in (None, "fsdp", "fsdp2", "dp", "megatron")][:1]:
-        yield f"{other} (actor_rollout_ref.actor.strategy) {OTHER_ENGINE}"
-    if is_megatron(keys):
-        keys.notes.append(MEGATRON)
-    engine = keys.get(f"{ROLLOUT}.name")
-    if engine in ("sglang", "trtllm"):
-        yield f"{ROLLOUT}.name={engine} is not available; set it to vllm, which samples from the same policy"
-    if keys.get("trainer.device", default="cuda") not in ("cuda", "cpu"):
-        yield f"trainer.device={keys.get('trainer.device')} is not available; recipes run on NVIDIA GPUs or CPUs"
-    read_preset = find(*PRESET)
-    if name and read_preset and (settings := read_preset(name)) is not None:
-        sets = ", ".join(settings) or "nothing of these options"
-        keys.notes.append(f"--config-name={name} is not there; verl's own file of this name sets {sets}")
-    elif name not in ("", "ppo_trainer", "ppo_megatron_trainer"):
-        yield f"--config-name={name}: the file is not there, nor one that verl ships; give it with --config FILE"
-
-
-def read_axes(keys: Computed) -> None:
-    """Set the context, expert and tensor axes, which actor and critic share."""
-    for option, names in AXES.items():
-        written = [key for key in keys.values if key.endswith(names) and not key.startswith(REFERENCE)]
-        sizes = {keys.values[key] or 1 for key in written}
-        largest = max(sizes, default=1)
-        # Context parallelism splits sequences. The other two axes split the parameters of a layer.
-        cuts_layers = largest > 1 and option != "parallel.context"
-        if cuts_layers and (keys.option("train.lora_rank", 0) or keys.option("train.lora_path")):
-            keys.notes.append(
-                f"no effect of {written[0]}={largest}: with adapters layers are not split, with the same results"
-            )
-        elif cuts_layers and option == "parallel.tensor" and keys.option("parallel.expert", 1) > 1:
-            keys.notes.append(f"no effect of {written[0]}={largest}: with expert parallelism layers are not split")
-        elif largest > 1:
-            keys.put(option, largest, written[0])
-        if len(sizes) > 1:
-            keys.notes.append(f"actor and critic have the largest {names[-1]}, {largest}")
 
 
 def read_data(keys: Computed) -> None:
@@ -204,7 +138,7 @@ def read_data(keys: Computed) -> None:
         keys.notes.append(f"no effect of {ROLLOUT}.val_kwargs.n: greedy responses are all the same")
     longest = keys.option("data.max_prompt_tokens", 512) + keys.option("rollout.max_new_tokens", 512)
     # A smaller limit of the engine is a limit on prompt and response together, which agent.max_tokens is here.
-    limits = [name for name in keys.values if name.endswith(".max_model_len")]
+    limits = [name for name in keys.values if name.endswith((".max_model_len", ".context_length"))]
     room = min((keys.values[name] for name in limits if keys.values[name] is not None), default=None)
     if room is not None and room < longest:
         keys.put("agent.max_tokens", room, limits[0])
@@ -262,15 +196,18 @@ def _limit_passes(keys: Computed, options: tuple[str, str], limits: Sequence[tup
 def read_models(keys: Computed) -> None:
     """Set precision, offloading and adapters."""
     for group, owner, prefixes in (
-        ("train", ACTOR, (f"{ACTOR}.fsdp_config", f"{ACTOR}.megatron")),
-        ("critic", "critic", ("critic.model.fsdp_config", "critic.fsdp", "critic.megatron")),
+        ("train", ACTOR, (f"{ACTOR}.fsdp_config", *(f"{ACTOR}.{engine}" for engine in OTHERS))),
+        ("critic", "critic", ("critic.model.fsdp_config", "critic.fsdp", *(f"critic.{engine}" for engine in OTHERS))),
     ):
         kinds = [[f"{prefix}.{name}" for prefix in prefixes for name in names] for names in DTYPES]
         weights, products = (keys.get(*names) for names in kinds)
         weights, products = SHORT.get(weights, weights), SHORT.get(products, products or "bf16")
         if "fp16" in (weights, products):
             key = next(name for names in kinds for name in names if SHORT.get(keys.get(name), keys.get(name)) == "fp16")
-            keys.faults.append(f"{key}=float16: float16 needs a loss scale, which changes results; set bfloat16")
+            keys.faults.append(
+                f"{key}=float16: gradients in float16 need a loss scale that follows their overflows, which engines "
+                "here do not have; set bfloat16, whose range is that of float32"
+            )
         elif (weights, products) == ("bf16", "fp32"):
             keys.faults.append(f"{prefixes[0]}.model_dtype={weights} with dtype={products}; set fp32, or both bf16")
         elif weights is not None or products == "fp32":
@@ -380,10 +317,7 @@ def read_correction(keys: Computed) -> None:
 
 
 def read_run(keys: Computed) -> None:
-    """Set the generation engine, the checkpoint to resume from, and the loggers."""
-    engine = keys.get(f"{ROLLOUT}.name")
-    if engine not in (None, "sglang", "trtllm"):
-        keys.put("rollout.engine", engine, f"{ROLLOUT}.name")
+    """Set the checkpoint to resume from, and the loggers."""
     if keys.get(f"{ROLLOUT}.mode") == "sync":
         keys.idle("engines get requests one by one, as with async", f"{ROLLOUT}.mode")
     mode, path = keys.get("trainer.resume_mode", default="auto"), keys.get("trainer.resume_from_path")

@@ -55,7 +55,7 @@ def read_pools(keys: Computed) -> None:
         keys.put("placement.pools", pools)
         keys.put("placement.role_pools", roles)
         keys.put("placement.nodes", sum(len(counts) for counts in pools.values()), "trainer.nnodes")
-    engine = keys.get(f"{ROLLOUT}.name")
+    engine = keys.option("rollout.engine")
     tensor_parallel = f"{ROLLOUT}.tensor_model_parallel_size"
     devices_each = keys.get(tensor_parallel)
     per_engine = keys.get("rollout.n_gpus_per_node", f"{ROLLOUT}.n_gpus_per_node") if sampling else None

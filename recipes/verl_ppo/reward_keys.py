@@ -44,7 +44,7 @@ def read_reward(keys: Computed) -> None:
     if manager not in MANAGERS:
         keys.faults.append(
             f"{name}={manager} is not available; use naive, batch or dapo, and do its computation in the function of "
-            "custom_reward_function.path what it does"
+            "custom_reward_function.path, which gets custom_reward_function.reward_kwargs"
         )
     if manager == "batch":
         keys.put("reward.whole_batches", True, name)
@@ -56,7 +56,8 @@ def read_reward(keys: Computed) -> None:
     response = keys.option("rollout.max_new_tokens", 512)
     buffer = {name.removeprefix("overlong_buffer_cfg."): value for name, value in settings.items()}
     buffer |= values_within(keys, "reward_model.overlong_buffer", "custom_reward_function.overlong_buffer")
-    if unknown := sorted(buffer.keys() - {"enable", "len", "penalty_factor", "log"}):
+    unknown = sorted(buffer.keys() - {"enable", "len", "penalty_factor", "log"})
+    if unknown and manager in MANAGERS:  # those of another manager go with it
         keys.faults.append(
             f"reward_model.reward_kwargs has {', '.join(unknown)}; there are overlong_buffer_cfg.enable, .len, "
             ".penalty_factor and .log, and max_resp_len; the function's own are custom_reward_function.reward_kwargs"

@@ -315,11 +315,11 @@ def test_options_without_effect_are_named() -> None:
 @pytest.mark.parametrize(
     ("argument", "facts"),
     [
-        (f"{A}.strategy=torchtitan", ["torchtitan", f"{A}.strategy=fsdp2"]),
+        (f"{A}.strategy=deepspeed", ["deepspeed", f"{A}.strategy=fsdp2"]),
         ("--config-name=mine", ["--config-name=mine", "--config FILE"]),
         (f"{R}.multi_turn.enable=True", ["multi_turn", "agent_func_path"]),
         (f"{R}.multi_turn.tool_config_path=a.yaml", ["tool_config_path", "a.yaml"]),
-        (f"{R}.name=sglang", [f"{R}.name=sglang", "vllm"]),
+        (f"{R}.name=tgi", [f"{R}.name=tgi", "vllm"]),
         ("trainer.device=npu", ["trainer.device=npu", "NVIDIA"]),
         ("trainer.default_hdfs_dir=hdfs://a", ["default_hdfs_dir", "trainer.default_local_dir"]),
         ("+actor_rollout_ref.rollout.engine_kwargs.vllm.dtype=half", ["rollout.engine_kwargs"]),
@@ -350,11 +350,11 @@ def test_megatron_keys_become_fully_shard_with_the_same_parallel_axes(chosen: st
 
 
 def test_unsupported_engines_and_devices_are_reported_first() -> None:
-    keys = ["+x.y=1", f"{A}.optim.optimizer=adam", f"{A}.strategy=torchtitan", f"{R}.name=sglang"]
+    keys = ["+x.y=1", f"{A}.optim.optimizer=adam", f"{A}.strategy=deepspeed", "--config-name=mine"]
     with pytest.raises(ConfigError) as error:
         small(*keys, "trainer.device=npu")
     lines = str(error.value).splitlines()[1:]
-    assert [word in line for word, line in zip(("torchtitan", "sglang", "npu"), lines)] == [True] * 3
+    assert [word in line for word, line in zip(("deepspeed", "npu", "mine"), lines)] == [True] * 3
     assert len(lines) == 5
 
 

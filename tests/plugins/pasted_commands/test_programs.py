@@ -34,8 +34,19 @@ def test_a_launcher_and_a_program_become_options(words: list[str], options: list
     assert with_program_as_option([*words, "--bf16", "a=b"]) == [*options, "--bf16", "a=b"]
 
 
-def test_arguments_without_a_known_program_are_unchanged() -> None:
-    words = ["python3", "my_program.py", "--bf16"]
+@pytest.mark.parametrize(
+    "words", [["python3", "a/train_mine.py"], ["python", "-u", "-m", "mine.train"], ["torchrun", "my_program.py"]]
+)
+def test_a_program_that_is_not_known_is_refused_by_each_table(words: list[str]) -> None:
+    option, *rest = with_program_as_option([*words, "data.seed=3"])
+    assert (option, rest) == (f"program={words[-1]}", ["data.seed=3"])
+    for table, known in ((VERL, "main_ppo"), (train_ppo(), "train_ppo_ray")):
+        (fault,) = table.translate([WrittenOption("program", words[-1])]).faults
+        assert re.search(says("program", "not known", known), fault)
+
+
+@pytest.mark.parametrize("words", [["--pretrain", "a.py"], ["remote_rm_url=a/reward.py"], ["grpo", "a.b=c.py"]])
+def test_arguments_without_a_program_are_unchanged(words: list[str]) -> None:
     assert with_program_as_option(words) == words
 
 
@@ -54,7 +65,8 @@ USE: dict[str, str] = {
     "train_rm": "recipes/reward_model/run.sh",
     "serve_rm": "recipes.reward_model.serve",
     "train_prm": "recipes/reward_model",
-    "train_kd": "algorithm.estimator=distillation",
+    "train_kd": "recipes/distill",
+    "train_opd": "recipes/distill",
     "batch_inference": "vllm run-batch",
     "interactive_chat": "vllm chat",
     "lora_combiner": "merge_and_unload",
@@ -82,7 +94,7 @@ def test_the_program_of_a_recipe_is_accepted_by_it(capsys: pytest.CaptureFixture
     # The errors are about the flags, not about the program.
     assert openrlhf_ppo(["deepspeed", "train_ppo.py", "--pretrain", "m", "--dataset", "d", "--prompt_data", "d"]) == 2
     message = capsys.readouterr().err
-    assert re.search(says("dataset", "train_sft"), message) and "train_ppo" not in message
+    assert re.search(says("dataset", "train_sft"), message) and "openrlhf.cli" not in message
 
 
 @pytest.mark.parametrize(
@@ -90,7 +102,9 @@ def test_the_program_of_a_recipe_is_accepted_by_it(capsys: pytest.CaptureFixture
     [
         ("recipe.spin.main_spin", ["recipes/dpo"]),
         ("recipe.prime.main_prime", ["implicit reward model"]),
-        ("recipe.flowrl.main_flowrl", ["trainer of this recipe"]),
+        ("recipe.flowrl.main_flowrl", ["partition function"]),
+        ("recipe.disco.main_disco", ["DisCO", "policy_loss.loss_mode"]),
+        ("recipe.rep_exp.main_rep_exp", ["trainer of this recipe"]),
         ("verl.trainer.fsdp_sft_trainer", ["recipes/sft"]),
         ("verl.trainer.main_generation", ["vllm run-batch"]),
         ("verl.model_merger", ["from_pretrained"]),
