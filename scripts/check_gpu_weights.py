@@ -100,7 +100,7 @@ def sent_past_the_host(setting: Setting, trained: TrainEngine, way: str) -> Iter
         assert announced is not None
         ours.send(announced)
         began = time.perf_counter()
-        parameters = trained.gathered_parameters(everywhere=True)
+        parameters = trained.gathered_parameters(carrier.bucket_type)
         handle = carrier.publish(version, parameters, with_digests=version < 3, adapter_scale=0.0)
         took = time.perf_counter() - began
         taken.append(ours.recv())

@@ -43,12 +43,12 @@ def announce_weights(version: int) -> "Future[list[WeightHandle | None]]":
     return RoleGroup(Role.ACTOR).call(announce_weights, version)
 
 
-def publish_weights(version: int, again: bool = False) -> "Future[list[WeightHandle | None]]":
+def publish_weights(version: int, again: "WeightHandle | None" = None) -> "Future[list[WeightHandle | None]]":
     """Publish the weights of the policy. All ranks take part, and only rank 0 returns a handle.
 
     Args:
         version: number of the version.
-        again: the version was sent before, and an engine lacks it.
+        again: handle of an engine that lacks the version; see `FolderCarrier.publish`.
     """
     return RoleGroup(Role.ACTOR).call(publish_weights, version, again)
 

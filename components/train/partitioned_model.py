@@ -17,7 +17,7 @@ from components.train.adapters import Adapters
 from components.train.collective_io import disk_errors
 from components.train.config import TrainConfig
 from components.weights.bucket_sizes import BUCKET_BYTES
-from components.weights.gather import Part, gathered
+from components.weights.gather import Bucket, Part, gathered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,7 +82,7 @@ class PartitionedModel(ABC):
         if self.config.ema_beta is not None:
             self.average = load("weight average", "ema", "train.ema_beta")(self.config.ema_beta, self)
 
-    def gathered_parameters(self, everywhere: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def gathered_parameters(self, bucket_type: type[Bucket] = Bucket) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole parameters by name on the CPU of rank 0, with bf16 in bfloat16. Tied parameters are yielded
         once, under their first name.
 
@@ -92,9 +92,10 @@ class PartitionedModel(ABC):
         A tensor may be the parameter itself, and is valid until the next `train_step`.
 
         Args:
-            everywhere: yield the parameters on every rank, on its device. Only for models without adapters.
+            bucket_type: class that gathers them. `EverywhereBucket` yields them on every rank, on its device; only for
+                models without adapters.
         """
-        trained = self._gather(self.parameters.items(), everywhere)
+        trained = self._gather(self.parameters.items(), bucket_type)
         if self.adapters is None:
             yield from trained
         else:
@@ -111,12 +112,12 @@ class PartitionedModel(ABC):
         yield from self.adapters.named(self._gather(self.parameters.items()))
 
     def _gather(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], everywhere: bool = False
+        self, parameters: Iterable[tuple[str, nn.Parameter]], bucket_type: type[Bucket] = Bucket
     ) -> Iterator[tuple[str, Tensor]]:
         # While the engine sleeps its storages are empty, and a collective would read freed memory.
         self.check_awake()
         parts = ((name, self._part(parameter, self._type(parameter))) for name, parameter in parameters)
-        return gathered(parts, self.device, BUCKET_BYTES[self.device.type], everywhere)
+        return gathered(parts, self.device, BUCKET_BYTES[self.device.type], bucket_type)
 
     def _frozen(self) -> Iterator[tuple[str, Tensor]]:
         return self._gather((name, p) for name, p in self.model.named_parameters() if not p.requires_grad)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from components.registry import load
 from components.weights.choice import FOLDER_CARRIER
+from components.weights.gather import Bucket
 from components.weights.publisher import WeightHandle, WeightPublisher, digested, read_folder
 from components.weights.timing import SyncTimer
 from components.weights.verification import open_digests
@@ -58,10 +59,8 @@ class FolderCarrier:
             directory = setting.shared_dir / "policy"
             self.publisher = self.PUBLISHER(directory, setting.fallback_dir, serve=setting.serve)
 
-    @property
-    def gathers_everywhere(self) -> bool:
-        """True if every rank gathers the weights on its device; otherwise rank 0 does, on the host."""
-        return False
+    bucket_type: type[Bucket] = Bucket
+    """Class that gathers the weights: on the host of rank 0, or on the device of every rank."""
 
     def announce(self, version: int) -> WeightHandle | None:  # noqa: ARG002
         """Return the handle by which engines receive a version that the ranks are about to send. None: the version is
@@ -77,7 +76,7 @@ class FolderCarrier:
         dtype: torch.dtype | None = None,
         with_digests: bool,
         adapter_scale: float,
-        again: bool = False,  # noqa: ARG002
+        again: WeightHandle | None = None,  # noqa: ARG002
     ) -> WeightHandle | None:
         """Publish a version; see `WeightPublisher.publish`. All ranks call this.
 
@@ -87,7 +86,8 @@ class FolderCarrier:
             dtype: dtype in which they are published. Default: that of each tensor.
             with_digests: see `WeightPublisher.publish`.
             adapter_scale: see `WeightPublisher.publish`.
-            again: the version was sent before, and an engine lacks it. Used only by carriers that send.
+            again: handle of an engine that lacks the version, which was sent before. If it `is_sent`, the version is
+                sent once more, to this engine. Otherwise it is written to its folder. Used only by carriers that send.
 
         Returns:
             The handle on rank 0, else None.
@@ -98,7 +98,7 @@ class FolderCarrier:
         if self.publisher is None:
             # Gathering is collective, so a rank that publishes nothing must exhaust the iterator too.
             for _ in tensors:
-                assert self.gathers_everywhere, "only rank 0 is given parameters"
+                assert self.bucket_type is not Bucket, "only rank 0 is given parameters"
             return None
         digests = open_digests(timer) if with_digests else None
         if digests is not None:

@@ -2,8 +2,7 @@
 
 Each rank sends its shards of all parameters of a bucket to rank 0 in one message. The next bucket is received while
 rank 0 processes the tensors of the current one, so rank 0 holds two buckets and one whole parameter at a time. On a
-GPU, a bucket is copied to pinned host memory in one operation. Alternatively every rank receives the bucket, which then
-stays on the device.
+GPU, a bucket is copied to pinned host memory in one operation. all_gather.py gathers parameters on every rank instead.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Part:
 
 
 def gathered(
-    parts: Iterable[tuple[str, Part]], device: torch.device, bucket_bytes: int, everywhere: bool = False
+    parts: Iterable[tuple[str, Part]], device: torch.device, bucket_bytes: int, bucket_type: type[Bucket] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole parameters on the CPU of rank 0. Other ranks yield nothing but must exhaust the iterator too.
 
@@ -63,23 +62,19 @@ def gathered(
         parts: name and part of each parameter, in the same order on all ranks.
         device: device from which messages are sent.
         bucket_bytes: maximum size of the whole parameters in a bucket. A larger parameter gets a bucket of its own.
-        everywhere: yield the parameters on every rank instead. A parameter that this rank has whole stays on its
-            device; one that is received from other ranks is on `device`.
+        bucket_type: class that gathers the parameters of a bucket. Default: `Bucket`.
 
     Returns:
         Names and tensors. A tensor that already has the right device and dtype is not copied.
     """
-    before: _Bucket | None = None
+    before: Iterator[tuple[str, Tensor]] = iter(())
     for items in _buckets(parts, bucket_bytes):
-        bucket = _Bucket(items, device, everywhere)
-        # The messages of `bucket` are in flight while the caller processes the bucket before it.
-        if before is not None:
-            yield from before.tensors()
-            beat()
-        before = bucket
-    if before is not None:
-        yield from before.tensors()
+        # The messages of this bucket are in flight while the caller processes the bucket before it.
+        bucket = (bucket_type or Bucket)(items, device).tensors()
+        yield from before
         beat()
+        before = bucket
+    yield from before
 
 
 def _buckets(parts: Iterable[tuple[str, Part]], bucket_bytes: int) -> Iterator[list[tuple[str, Part]]]:
@@ -95,53 +90,50 @@ def _buckets(parts: Iterable[tuple[str, Part]], bucket_bytes: int) -> Iterator[l
         yield bucket
 
 
-class _Bucket:
-    """Parameters that are being sent to rank 0, or to every rank."""
+class Bucket:
+    """Parameters that are being sent to rank 0."""
 
-    def __init__(self, items: list[tuple[str, Part]], device: torch.device, everywhere: bool) -> None:
-        self._items = items
-        self._rank, ranks = dist.get_rank(), range(dist.get_world_size())
-        self._on_cpu, self._everywhere = device.type == "cpu", everywhere
-        self._receivers = ranks if everywhere else range(1)
-        self._travelling = [part for _, part in items if self._travels(part)]
-        self._regions: list[Tensor] = []
+    def __init__(self, items: list[tuple[str, Part]], device: torch.device) -> None:
+        """Start to gather parameters, given their names and parts, from a device."""
+        self.items = items
+        self.rank = dist.get_rank()
+        self._on_cpu = device.type == "cpu"
+        self.packed = [part for _, part in items if self.is_packed(part)]
+        """Parameters whose shards are in the messages."""
+        self.regions: list[Tensor] = []
         """[bytes] uint8 per rank: the message of each rank. A rank that receives nothing has only its own message."""
         self._works: list[dist.Work] = []
         self._arrived: torch.cuda.Event | None = None
-        receives = self._rank in self._receivers
-        if not self._travelling or not (receives or self._needs_messages):
+        receives = self.rank == 0
+        needs_messages = not all(part.is_on_rank_0 for part in self.packed)
+        if not self.packed or not (receives or needs_messages):
             return
-        sizes = [self._size_of(rank) for rank in (ranks if receives else [self._rank])]
+        sizes = [self.size_of(rank) for rank in (range(dist.get_world_size()) if receives else [self.rank])]
         # One allocation for the messages of all ranks, into whose regions they are received without another copy.
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        self._regions = list(flat.split(sizes))
-        message = self._regions[self._rank if receives else 0]
-        self._pack(message)
-        if self._needs_messages:
-            others = [(rank, region) for rank, region in enumerate(self._regions) if receives and rank != self._rank]
-            messages = [dist.P2POp(dist.irecv, region, rank) for rank, region in others]
-            messages += [dist.P2POp(dist.isend, message, rank) for rank in self._receivers if rank != self._rank]
-            self._works = dist.batch_isend_irecv(messages) if messages else []
-        if receives and not everywhere and device.type == "cuda":
+        self.regions = list(flat.split(sizes))
+        self.pack(self.regions[0])
+        if needs_messages:
+            received = [dist.P2POp(dist.irecv, region, rank) for rank, region in enumerate(self.regions) if rank]
+            self._works = dist.batch_isend_irecv(received or [dist.P2POp(dist.isend, self.regions[0], 0)])
+        if receives and device.type == "cuda":
             self._leave_device(flat, sizes)
 
-    def _travels(self, part: Part) -> bool:
-        """True if the parameter must be sent to another rank or copied to another device."""
-        return not part.is_on_all if self._everywhere else not (part.is_on_rank_0 and self._on_cpu)
+    def is_packed(self, part: Part) -> bool:
+        """True if the shards must be sent to another rank or copied to another device."""
+        return not (part.is_on_rank_0 and self._on_cpu)
 
-    @property
-    def _needs_messages(self) -> bool:
-        return self._everywhere or not all(part.is_on_rank_0 for part in self._travelling)
+    def size_of(self, rank: int) -> int:
+        """Return the size of the message of a rank in bytes."""
+        return max(_ALIGNMENT, sum(aligned(part.count(rank) * part.dtype.itemsize) for part in self.packed))
 
-    def _size_of(self, rank: int) -> int:
-        return max(_ALIGNMENT, sum(_aligned(part.count(rank) * part.dtype.itemsize) for part in self._travelling))
-
-    def _pack(self, region: Tensor) -> None:
+    def pack(self, region: Tensor) -> None:
+        """Copy this rank's shards into its message."""
         offset = 0
-        for part in self._travelling:
-            nbytes = part.count(self._rank) * part.dtype.itemsize
-            region[offset : offset + nbytes].view(part.dtype).copy_(part.numbers[: part.count(self._rank)])
-            offset += _aligned(nbytes)
+        for part in self.packed:
+            nbytes = part.count(self.rank) * part.dtype.itemsize
+            region[offset : offset + nbytes].view(part.dtype).copy_(part.numbers[: part.count(self.rank)])
+            offset += aligned(nbytes)
 
     def _leave_device(self, flat: Tensor, sizes: list[int]) -> None:
         """Queue the copy to the host after the messages. The host does not block."""
@@ -151,7 +143,7 @@ class _Bucket:
         # Allocating per bucket is cheap: torch caches freed pinned memory and reuses it for a later bucket.
         on_host = torch.empty(len(flat), dtype=torch.uint8, pin_memory=True)
         on_host.copy_(flat, non_blocking=True)
-        self._regions = list(on_host.split(sizes))
+        self.regions = list(on_host.split(sizes))
         self._arrived = torch.cuda.Event()
         self._arrived.record()
 
@@ -162,27 +154,27 @@ class _Bucket:
         if self._arrived is not None:
             # The copy to the host was only queued, so its memory must not be read before it has ended.
             self._arrived.synchronize()
-        if self._rank not in self._receivers:
+        if self.rank:
             return
-        offsets = [0] * len(self._regions)
-        for name, part in self._items:
-            if self._travels(part):
-                yield name, self._joined(part, offsets)
+        offsets = [0] * len(self.regions)
+        for name, part in self.items:
+            if self.is_packed(part):
+                yield name, self.joined(part, offsets)
             else:
                 yield name, part.numbers.to(part.dtype).view(part.shape)
 
-    def _joined(self, part: Part, offsets: list[int]) -> Tensor:
+    def joined(self, part: Part, offsets: list[int]) -> Tensor:
         """Return the next parameter as a whole.
 
         Args:
             part: part of the parameter.
             offsets: byte offset of its shard in the message of each rank. They are advanced past it.
         """
-        whole = torch.empty(prod(part.shape), dtype=part.dtype, device=self._regions[0].device)
+        whole = torch.empty(prod(part.shape), dtype=part.dtype, device=self.regions[0].device)
         for rank, block in enumerate(part.blocks):
             nbytes = block.numbers * part.dtype.itemsize
-            piece = self._regions[rank][offsets[rank] : offsets[rank] + nbytes].view(part.dtype)
-            offsets[rank] += _aligned(nbytes)
+            piece = self.regions[rank][offsets[rank] : offsets[rank] + nbytes].view(part.dtype)
+            offsets[rank] += aligned(nbytes)
             if part.is_on_rank_0 and rank == 0:
                 # The message of rank 0 is the whole parameter, and is used without a copy.
                 whole = piece
@@ -191,5 +183,6 @@ class _Bucket:
         return whole.view(part.shape)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Return a number of bytes, rounded up to whole units of alignment."""
     return ceil(nbytes / _ALIGNMENT) * _ALIGNMENT

@@ -61,6 +61,11 @@ class WeightHandle:
     """Address that the carrier's readers need for a version that `is_sent`. Set by the carrier; picklable."""
     reader: int = 0
     """Index of the engine's first process among all readers, from 1. Used only if the version `is_sent`."""
+    parts: int = 1
+    """Number of processes of the engine that receives the version."""
+    resend: str = ""
+    """Identifier of a second transfer of a version that `is_sent`, to one engine that lacks it. Empty: the transfer to
+    all engines."""
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     """Time of rank 0 for each part of the publication, in seconds; see `SyncTimer.seconds`."""
     probe: Any = None

@@ -1,13 +1,15 @@
 """Base class of carriers that send a version to the engines while the ranks gather it.
 
-The folder of such a version has its table only: names, dtypes, shapes and digests. The weights are written there if the
-ranks cannot send them again (`CarrierSetting.keeps`), or when an engine that lacks the version requests it. The weights
-of a version that every engine receives are never copied to the host.
+The folder of such a version has its table only: names, dtypes, shapes and digests. An engine that lacks the version,
+for example because it replaces another one, requests it, and the ranks send it once more, to this engine. The weights
+are copied to the host only if the ranks cannot send them again (`CarrierSetting.keeps`), or if the second transfer to
+an engine fails too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import time
 from abc import ABC, abstractmethod
@@ -18,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from components.weights.all_gather import EverywhereBucket
 from components.weights.buckets import Piece
 from components.weights.carrier import CarrierSetting, FolderCarrier, seconds_of_parts
 from components.weights.folder import VersionWriter, WrittenVersion
@@ -25,6 +28,10 @@ from components.weights.publisher import WeightHandle, WeightPublisher, read_fol
 from components.weights.timing import SyncTimer
 from components.weights.verification import TensorDigests, open_digests
 
+RESEND_S = 30.0
+"""Time in seconds for which a rank waits for the engine that has requested a version again. The engine connects at
+once, unless it has ended."""
+_log = logging.getLogger(__name__)
 _TABLE_SECONDS = 0.005
 """Interval in seconds at which a reader looks for the table of a version that it has received."""
 
@@ -53,6 +60,10 @@ class SentPublisher(WeightPublisher):
         finally:
             self._writer = VersionWriter
 
+    def has_published(self, version: int) -> bool:
+        """True if this is the newest version, and its table or its weights can be read."""
+        return self._newest == version
+
     def drop_all(self) -> None:
         """Remove all versions. The newest one may then be published again."""
         for _, written in self._published:
@@ -73,14 +84,18 @@ class TableWriter(VersionWriter):
 
 
 class SendingCarrier(FolderCarrier, ABC):
-    """A carrier that sends versions. A plug-in implements `sent`, `route` and `read_sent`."""
+    """A carrier that sends versions. A plug-in implements `sent`, `sent_again`, `route` and `read_sent`."""
 
     PUBLISHER: ClassVar[type[WeightPublisher]] = SentPublisher
 
     def __init__(self, setting: CarrierSetting) -> None:
         super().__init__(setting)
+        self.gathers_everywhere = setting.device.type == "cuda"
+        """True if every rank gathers the weights on its device; otherwise rank 0 does, on the host."""
+        if self.gathers_everywhere:
+            self.bucket_type = EverywhereBucket
         self._repeated: tuple[int, WeightHandle | None] | None = None
-        """Version that was published again last, and its handle on rank 0."""
+        """Version that was written to its folder last although it was sent, and its handle on rank 0."""
 
     @property
     @abstractmethod
@@ -120,6 +135,19 @@ class SendingCarrier(FolderCarrier, ABC):
             Names and tensors, in `dtype` or as they were gathered.
         """
 
+    @abstractmethod
+    def sent_again(
+        self,
+        handle: WeightHandle,
+        tensors: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype | None,
+        digests: TensorDigests | None,
+    ) -> Iterable[tuple[str, Tensor]]:
+        """Send a version once more, to one engine. Its readers are `handle.reader` and those of its other processes.
+
+        Nothing is raised if the engine does not come or has ended. See `sent`.
+        """
+
     def announce(self, version: int) -> WeightHandle | None:
         publisher = self._sent_publisher
         if publisher is None or not self.can_send:
@@ -135,19 +163,23 @@ class SendingCarrier(FolderCarrier, ABC):
         dtype: torch.dtype | None = None,
         with_digests: bool,
         adapter_scale: float,
-        again: bool = False,
+        again: WeightHandle | None = None,
     ) -> WeightHandle | None:
         """Send a version, and publish its table, or the version itself if it must be kept.
 
-        With `again`, write the version to its folder, once for all engines that request it, and return the handle of
-        the folder. See `FolderCarrier.publish`.
+        With `again`, send the version to one engine, or write it to its folder, once for all engines that request it,
+        and return the handle. See `FolderCarrier.publish`.
         """
         setting: dict[str, Any] = {"dtype": dtype, "with_digests": with_digests, "adapter_scale": adapter_scale}
-        if again:
+        if again is not None and again.is_sent:
+            return self._send_again(again, tensors, dtype, with_digests)
+        if again is not None:
             # Gathering is collective. All ranks take the same decision, because each of them has published the same
             # versions.
             if self._repeated is None or self._repeated[0] != version:
                 if (publisher := self._sent_publisher) is not None:
+                    text = "version %d of the weights is written to shared memory: an engine did not receive it twice"
+                    _log.warning(text, version)
                     publisher.drop_all()
                 self._repeated = version, super().publish(version, tensors, **setting)
             return self._repeated[1]
@@ -166,6 +198,26 @@ class SendingCarrier(FolderCarrier, ABC):
         publish = publisher.publish if keeps else publisher.publish_table
         handle = publish(version, _cast(passed, dtype, only_described=not keeps), digests=digests)
         return replace(handle, seconds=seconds_of_parts(timer, began))
+
+    def _send_again(
+        self,
+        handle: WeightHandle,
+        tensors: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype | None,
+        with_digests: bool,
+    ) -> WeightHandle | None:
+        publisher = self._sent_publisher
+        # The first transfer has written the table, unless an error has ended it.
+        has_table = publisher is None or publisher.has_published(handle.version)
+        digests = open_digests() if with_digests and not has_table else None
+        passed = self.sent_again(handle, tensors, dtype, digests)
+        if publisher is not None:
+            _log.warning("version %d of the weights is sent again, to the engine that lacks it", handle.version)
+            if not has_table:
+                publisher.publish_table(handle.version, _cast(passed, dtype, only_described=True), digests=digests)
+        for _ in passed:
+            assert self.gathers_everywhere or publisher is not None, "only rank 0 is given parameters"
+        return None if publisher is None else handle
 
     @classmethod
     def read(

@@ -10,7 +10,9 @@ must be trusted.
                 element of a slice, [] at the end; null instead of any of these if rank 0 has aborted the version
                 "newest": number of the last version whose broadcast has ended
 
-A broadcast may fail without loss: an engine that lacks the version requests it from the trainer (sending.py).
+A broadcast may fail without loss: an engine that lacks the version requests it from the trainer (sending.py). Rank 0
+and the processes of that engine then form a group of their own, which ends with the version. Its keys begin with the
+identifier of the resend instead of the version, and the readers set "RESEND/READER end" once they have all weights.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from components.weights.buckets import Piece, pieces_of
 from components.weights.carrier import CarrierSetting
 from components.weights.filling import WHOLE, BucketFiller, SliceJoiner
 from components.weights.publisher import WeightHandle
-from components.weights.sending import SendingCarrier
+from components.weights.sending import RESEND_S, SendingCarrier
 from components.weights.verification import TensorDigests
 
 ARRIVAL_S = 600.0
@@ -59,10 +61,6 @@ class BroadcastCarrier(SendingCarrier):
         self._broadcaster: Broadcaster | None = None
         if setting.rank == 0:
             self._broadcaster = Broadcaster(setting.device, setting.readers, bucket_bytes=SENT_BYTES)
-
-    @property
-    def gathers_everywhere(self) -> bool:
-        return self.setting.device.type == "cuda"
 
     @property
     def route(self) -> tuple[str, int] | None:
@@ -88,6 +86,17 @@ class BroadcastCarrier(SendingCarrier):
             return tensors
         return self._broadcaster.sent(version, tensors, dtype, digests, to_host=to_host)
 
+    def sent_again(
+        self,
+        handle: WeightHandle,
+        tensors: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype | None,
+        digests: TensorDigests | None,
+    ) -> Iterable[tuple[str, Tensor]]:
+        if self._broadcaster is None:
+            return tensors
+        return self._broadcaster.sent_again(handle.resend, handle.parts, tensors, dtype, digests)
+
     def close(self) -> None:
         if self._broadcaster is not None:
             self._broadcaster.close()
@@ -95,6 +104,8 @@ class BroadcastCarrier(SendingCarrier):
 
     @classmethod
     def read_sent(cls, handle: WeightHandle, timeout_seconds: float, part: int) -> Iterator[tuple[str, Tensor]]:
+        if handle.resend:
+            return read_resent(handle.route, handle.reader + part, part + 1, handle.resend, timeout_seconds)
         return read_broadcast(handle.route, handle.reader + part, handle.version, timeout_seconds)
 
 
@@ -126,6 +137,7 @@ class Broadcaster:
         store.set("size", str(readers + 1))
         self._member = _Member(store, 0, readers + 1, device, timeout_seconds)
         self._bucket_bytes = bucket_bytes
+        self._timeout_seconds = timeout_seconds
         self._arrival_seconds = arrival_seconds
         self._groups = self._failures = 0
         self._keys: list[str] = []
@@ -154,7 +166,7 @@ class Broadcaster:
 
         When the iterator is exhausted, either every reader has all tensors, or the version was aborted.
         """
-        transfer = _Transfer(self._member, version, self._bucket_bytes, to_host, dtype, digests)
+        transfer = _Transfer(self._member, str(version), self._bucket_bytes, to_host, dtype, digests)
         self._old += self._keys
         self._keys = transfer.keys
         is_sent = self.address is not None
@@ -180,6 +192,54 @@ class Broadcaster:
             text = "weights: %d versions broke off, and no more are broadcast; later ones are written to shared memory"
             _log.warning(text, self._failures)
 
+    def sent_again(
+        self,
+        resend: str,
+        parts: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype | None = None,
+        digests: TensorDigests | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Send a version to one engine that lacks it, in a group that ends with the version. See `sent`.
+
+        Args:
+            resend: identifier of the transfer.
+            parts: number of processes of the engine.
+            tensors: names and tensors.
+            dtype: see `sent`.
+            digests: see `sent`.
+        """
+        store, device = self._member.store, self._member.device
+        member = _Member(store, 0, parts + 1, device, self._timeout_seconds)
+        transfer = _Transfer(member, resend, self._bucket_bytes, False, dtype, digests)
+        readers = [f"{resend}/{reader}" for reader in range(1, parts + 1)]
+        ends = [f"{reader} end" for reader in readers]
+        self._old += [*readers, *ends, f"{resend}/size"]
+        if self.address is None:
+            transfer.give_up(ConnectionError("no more versions are broadcast"))
+        else:
+            transfer.attempt(lambda: self._meet_again(member, resend, readers))
+        try:
+            yield from transfer.passed(tensors)
+            transfer.reclaim_all()
+            if not transfer.is_over:
+                transfer.announce([])
+                # A group that one member leaves may lose what the others have not received yet.
+                transfer.attempt(lambda: _await_all(store, ends, self._timeout_seconds))
+        except BaseException as error:
+            transfer.give_up(error)
+            raise
+        finally:
+            self._old += transfer.keys
+            member.leave()
+
+    def _meet_again(self, member: _Member, resend: str, readers: list[str]) -> None:
+        _await_all(member.store, readers, RESEND_S)
+        self._groups += 1
+        member.store.set(f"{resend}/size", str(member.size))
+        member.store.set(f"{resend}/group", str(self._groups))
+        member.join(self._groups)
+
     def _meet(self, version: int) -> None:
         """Wait until all readers have arrived, and join a group with them. A new group is created if a reader is in
         none.
@@ -193,12 +253,14 @@ class Broadcaster:
         for key in self._old:
             member.store.delete_key(key)
         self._old = []
-        if groups != {member.group} or not member.group:
+        group = member.group
+        if groups != {group} or not group:
             self._groups += 1
-            if self._groups > 1:
+            group = self._groups
+            if group > 1:
                 _log.warning("version %d of the weights: rank 0 and the engines create a new process group", version)
-        member.store.set(f"{version}/group", str(self._groups))
-        member.join(self._groups)
+        member.store.set(f"{version}/group", str(group))
+        member.join(group)
 
     def close(self) -> None:
         self._member.leave()
@@ -210,7 +272,7 @@ class _Transfer(BucketFiller):
     def __init__(
         self,
         member: _Member,
-        version: int,
+        label: str,
         bucket_bytes: int,
         to_host: bool,
         dtype: torch.dtype | None,
@@ -218,11 +280,12 @@ class _Transfer(BucketFiller):
     ) -> None:
         super().__init__(member.device, bucket_bytes, to_host, dtype, digests)
         self._member = member
-        self._version = version
+        self._label = label
+        """First part of the keys: the version, or the identifier of a resend."""
         self._announced = 0
         self._works: dict[int, Any] = {}
         """Broadcast of each bucket that is under way."""
-        self.keys = [f"{version}/group"]
+        self.keys = [f"{label}/group"]
         self.is_over = False
 
     def send(self) -> None:
@@ -241,7 +304,7 @@ class _Transfer(BucketFiller):
 
     def announce(self, content: list[Any] | None) -> None:
         """Announce the next message to the readers: its content, or [] for the end, or None if it was aborted."""
-        key = f"{self._version}/bucket {self._announced}"
+        key = f"{self._label}/bucket {self._announced}"
         self._member.store.set(key, json.dumps(content))
         self.keys.append(key)
         self._announced += 1
@@ -255,13 +318,13 @@ class _Transfer(BucketFiller):
 
     def give_up(self, error: BaseException) -> None:
         """Abort the broadcast. The readers raise an error, and their engines request the version."""
-        text = "version %d of the weights is not broadcast to the end; engines that lack it request it: %s"
-        _log.warning(text, self._version, error)
+        text = "transfer %s of the weights is not broadcast to the end; engines that lack it request it: %s"
+        _log.warning(text, self._label, error)
         self.is_over = True
         self._member.leave()
         # The store may be gone too. Readers then run into their timeout.
         with contextlib.suppress(RuntimeError):
-            self._member.store.set(f"{self._version}/group", _NULL)
+            self._member.store.set(f"{self._label}/group", _NULL)
             self.announce(None)
 
 
@@ -285,16 +348,50 @@ def read_broadcast(
     _check_newest(member.store, version)
     member.store.set(f"{version}/{reader}", str(member.group))
     group = _awaited(member.store, f"{version}/group", ARRIVAL_S, lambda: _check_newest(member.store, version))
+    yield from _read(member, str(version), group, timeout_seconds)
+
+
+def read_resent(
+    address: tuple[str, int], reader: int, rank: int, resend: str, timeout_seconds: float
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a version that rank 0 sends to this engine only. See `read_broadcast`.
+
+    Args:
+        address: address of the `Broadcaster`.
+        reader: number of this process among all readers, from 1.
+        rank: number of this process among those of its engine, from 1.
+        resend: identifier of the transfer.
+        timeout_seconds: timeout of each bucket.
+    """
+    store = _membership(address, reader, timeout_seconds).store
+    store.set(f"{resend}/{rank}", "")
+    group = _awaited(store, f"{resend}/group", RESEND_S + timeout_seconds)
+    size = 0 if group == _NULL else int(_awaited(store, f"{resend}/size", timeout_seconds))
+    member = _Member(store, rank, size, compute_device(), timeout_seconds)
+    yield from _read(member, resend, group, timeout_seconds)
+    store.set(f"{resend}/{rank} end", "")
+    member.leave()
+
+
+def _read(member: _Member, label: str, group: str, timeout_seconds: float) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a version in a group.
+
+    Args:
+        member: this process.
+        label: first part of the keys in the store.
+        group: number of the group, or null if the version is not broadcast.
+        timeout_seconds: timeout of each bucket.
+    """
     is_complete = False
     slices = SliceJoiner()
     try:
         if group == _NULL:
-            raise ConnectionError(f"version {version} of the weights is not broadcast")
+            raise ConnectionError(f"transfer {label} of the weights is not broadcast")
         member.join(int(group))
         for number in itertools.count():
-            content = json.loads(_awaited(member.store, f"{version}/bucket {number}", timeout_seconds))
+            content = json.loads(_awaited(member.store, f"{label}/bucket {number}", timeout_seconds))
             if content is None:
-                raise ConnectionError(f"version {version} of the weights was not broadcast to the end")
+                raise ConnectionError(f"transfer {label} of the weights was not broadcast to the end")
             if not content:
                 break
             nbytes, listed, start = content
@@ -417,6 +514,17 @@ def _check_newest(store: Any, version: int) -> None:
     """Raise ConnectionError if rank 0 has sent a version to other readers already."""
     if store.check(["newest"]) and int(store.get("newest")) >= version:
         raise ConnectionError(f"version {version} of the weights was sent before this process requested it")
+
+
+def _await_all(store: Any, keys: Iterable[str], seconds: float) -> None:
+    """Wait for keys of the store.
+
+    Raises:
+        TimeoutError: one of them did not come in this number of seconds.
+    """
+    until = time.monotonic() + seconds
+    for key in keys:
+        _awaited(store, key, until - time.monotonic())
 
 
 def _awaited(store: Any, key: str, seconds: float, check: Callable[[], None] = lambda: None) -> str:

@@ -6,7 +6,8 @@ confirmations are sent over a socket in the run's folder, which only this user c
 
 An engine keeps its connection to the rank between versions, so the rank sees at once that an engine has ended, and does
 not wait for it. A file beside the socket has the number of the last version that was sent, so an engine that replaces
-another one sees at once that it is late. It then requests the version from the trainer (sending.py).
+another one sees at once that it is late. It then requests the version from the trainer, and all ranks gather it once
+more (sending.py). Requests contain the number of the reader, so a rank knows whether that engine is on its device.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import pickle
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -33,7 +34,7 @@ from components.weights.buckets import pieces_of
 from components.weights.carrier import CarrierSetting
 from components.weights.filling import WHOLE, BucketFiller, SliceJoiner, finish_copies
 from components.weights.publisher import WeightHandle
-from components.weights.sending import SendingCarrier
+from components.weights.sending import RESEND_S, SendingCarrier
 from components.weights.verification import TensorDigests
 from plugins.weights_ipc.segments import allocator_settings, are_expandable, fixed_segment
 
@@ -64,10 +65,6 @@ class IPCCarrier(SendingCarrier):
             self._sender = BucketSender(setting.shared_dir, setting.device, readers, SENT_BYTES)
 
     @property
-    def gathers_everywhere(self) -> bool:
-        return self.setting.device.type == "cuda"
-
-    @property
     def can_send(self) -> bool:
         # With several senders, rank 0 does not know of the others. Their engines request each version then.
         is_only = self.setting.readers == 1 or not self.gathers_everywhere
@@ -91,14 +88,27 @@ class IPCCarrier(SendingCarrier):
             return tensors
         return self._sender.sent(version, tensors, dtype, digests, to_host=to_host)
 
+    def sent_again(
+        self,
+        handle: WeightHandle,
+        tensors: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype | None,
+        digests: TensorDigests | None,
+    ) -> Iterable[tuple[str, Tensor]]:
+        if self._sender is None:
+            return tensors
+        numbers = range(handle.reader, handle.reader + handle.parts)
+        return self._sender.sent_again(handle.version, handle.resend, numbers, tensors, dtype, digests)
+
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
         super().close()
 
     @classmethod
-    def read_sent(cls, handle: WeightHandle, timeout_seconds: float, part: int) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG003
-        return read_sent(Path(handle.route), handle.version, timeout_seconds)
+    def read_sent(cls, handle: WeightHandle, timeout_seconds: float, part: int) -> Iterator[tuple[str, Tensor]]:
+        number = handle.reader + part
+        return read_sent(Path(handle.route), handle.version, timeout_seconds, number, handle.resend)
 
 
 class BucketSender:
@@ -126,6 +136,8 @@ class BucketSender:
         self._timeout_seconds = timeout_seconds
         self._connected: list[Connection] = []
         """Connections of the readers that have not ended."""
+        self._numbers: set[int] = set()
+        """Numbers of the readers on the device that have requested a version."""
         self._has_sent = False
         self._failures = 0
         if device.type == "cuda" and are_expandable():
@@ -169,7 +181,8 @@ class BucketSender:
         When the iterator is exhausted, every reader has all tensors or was given up.
         """
         is_sent = not self.has_given_up
-        readers = self._arrived(version) if is_sent else []
+        limit = self._timeout_seconds
+        readers = self._arrived(version, "", self._readers, limit) if is_sent else []
         transfer = _Transfer(readers, self._device, self._bucket_bytes, to_host, self._timeout_seconds, dtype, digests)
         try:
             yield from transfer.passed(tensors)
@@ -187,6 +200,42 @@ class BucketSender:
         if is_sent:
             self._count(is_complete=len(readers) == self._readers)
 
+    def sent_again(
+        self,
+        version: int,
+        resend: str,
+        numbers: Collection[int],
+        tensors: Iterable[tuple[str, Tensor]],
+        dtype: torch.dtype | None = None,
+        digests: TensorDigests | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Send a version to the readers of one engine that lacks it, as far as they are on this device. See `sent`.
+
+        Args:
+            version: number of the version.
+            resend: identifier of this transfer, which the readers request.
+            numbers: numbers of the readers.
+            tensors: names and tensors.
+            dtype: see `sent`.
+            digests: see `sent`.
+        """
+        expected = min(len(numbers), self._readers)
+        if len(self._numbers) == self._readers:
+            expected = len(self._numbers.intersection(numbers))
+        readers = [] if self.has_given_up else self._arrived(version, resend, expected, RESEND_S)
+        if not readers and digests is None:
+            yield from tensors
+            return
+        transfer = _Transfer(readers, self._device, self._bucket_bytes, False, self._timeout_seconds, dtype, digests)
+        try:
+            yield from transfer.passed(tensors)
+            transfer.reclaim_all()
+            transfer.finish()
+        except BaseException:
+            transfer.close()
+            raise
+        self._connected += readers
+
     def _count(self, *, is_complete: bool) -> None:
         """Count consecutive versions that a reader did not receive, and give up after ATTEMPTS of them."""
         self._failures = 0 if is_complete else self._failures + 1
@@ -196,17 +245,23 @@ class BucketSender:
             # Without the socket, an engine sees at once that nothing comes.
             self.close()
 
-    def _arrived(self, version: int) -> list[Connection]:
+    def _arrived(self, version: int, resend: str, count: int, seconds: float) -> list[Connection]:
         """Return the connections of the readers that request this version.
 
         A connected reader may still be busy. If no reader is connected, they have all ended, and only a replacement
         that has already started can still connect.
+
+        Args:
+            version: number of the version.
+            resend: identifier of a transfer to one engine, or an empty string.
+            count: number of readers to wait for.
+            seconds: timeout.
         """
         readers: list[Connection] = []
         began = time.monotonic()
-        while len(readers) < self._readers:
-            limit = self._timeout_seconds
-            if self._has_sent and not self._connected:
+        while len(readers) < count:
+            limit = seconds
+            if not resend and self._has_sent and not self._connected:
                 limit = min(limit, REPLACEMENT_S)
             left = began + limit - time.monotonic()
             if left <= 0:
@@ -217,14 +272,16 @@ class BucketSender:
                     continue
                 reader: Any = source
                 self._connected.remove(reader)
-                if _requested(reader) == version:
+                number, *request = _requested(reader)
+                if request == [str(version), resend]:
                     readers.append(reader)
+                    self._numbers.add(int(number))
                 else:
-                    # It has ended, or was late for an older version.
+                    # It has ended, or was late for this version or an older one.
                     reader.close()
-        if len(readers) < self._readers:
+        if len(readers) < count:
             text = "version %d of the weights: %d of %d readers on %s came in %.0f s; the others may request it"
-            _log.warning(text, version, len(readers), self._readers, self._device, time.monotonic() - began)
+            _log.warning(text, version, len(readers), count, self._device, time.monotonic() - began)
         return readers
 
 
@@ -308,16 +365,20 @@ class _Transfer(BucketFiller):
             reader.close()
 
 
-def read_sent(folder: Path, version: int, timeout_seconds: float) -> Iterator[tuple[str, Tensor]]:
+def read_sent(
+    folder: Path, version: int, timeout_seconds: float, number: int = 0, resend: str = ""
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a version that a rank sends, on this process's device. One bucket is copied at a time.
 
     Args:
         folder: folder of the `BucketSender`.
         version: version to read.
         timeout_seconds: timeout until the rank begins, and of each bucket.
+        number: number of this process among all readers.
+        resend: see `WeightHandle.resend`.
 
     Raises:
-        ConnectionError: the rank has sent the version before.
+        ConnectionError: the rank has sent the version before, and this is not a resend.
         OSError, EOFError: there is no such rank, or it has ended or does not respond.
         RuntimeError: its memory cannot be mapped.
     """
@@ -325,8 +386,8 @@ def read_sent(folder: Path, version: int, timeout_seconds: float) -> Iterator[tu
     path = _socket_of(folder, device)
     rank = _ranks.pop(path, None) or _connection_to(path, timeout_seconds)
     try:
-        rank.send_bytes(str(version).encode())
-        _await_turn(rank, path, version, timeout_seconds)
+        rank.send_bytes(f"{number}/{version}/{resend}".encode())
+        _await_turn(rank, path, None if resend else version, timeout_seconds)
         buckets: dict[int, Tensor] = {}
         slices = SliceJoiner()
         while message := _message(rank, timeout_seconds):
@@ -361,8 +422,8 @@ def _connection_to(path: Path, timeout_seconds: float) -> Connection:
         return Connection(connecting.detach())
 
 
-def _await_turn(rank: Connection, path: Path, version: int, timeout_seconds: float) -> None:
-    """Wait until the rank has a message for this process.
+def _await_turn(rank: Connection, path: Path, version: int | None, timeout_seconds: float) -> None:
+    """Wait until the rank has a message for this process. Without a version, it is not sent to other readers first.
 
     Raises:
         ConnectionError: the rank has sent the version to other readers.
@@ -371,18 +432,20 @@ def _await_turn(rank: Connection, path: Path, version: int, timeout_seconds: flo
     until = time.monotonic() + timeout_seconds
     while not rank.poll(min(LOOK_S, max(0.0, until - time.monotonic()))):
         newest = _newest_of(path)
-        if newest.exists() and int(newest.read_text() or -1) >= version:
+        if version is not None and newest.exists() and int(newest.read_text() or -1) >= version:
             raise ConnectionError(f"version {version} of the weights was sent before this process requested it")
         if time.monotonic() > until:
             raise TimeoutError(f"nothing came in {timeout_seconds:g} s")
 
 
-def _requested(reader: Connection) -> int | None:
-    """Return the version that a reader requests, or None if it has ended."""
+def _requested(reader: Connection) -> list[str]:
+    """Return the number of a reader, the version that it requests, and the identifier of a resend. If the reader has
+    ended, there is no version.
+    """
     try:
-        return int(reader.recv_bytes())
+        return reader.recv_bytes().decode().split("/")
     except (OSError, EOFError):
-        return None
+        return ["0"]
 
 
 def _socket_of(folder: Path, device: torch.device) -> Path:

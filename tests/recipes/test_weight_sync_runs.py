@@ -14,6 +14,9 @@ OPTIONS = """data.path=task:sort rollout.max_new_tokens=8 prompts_per_step=8 sam
     rollout.engine=hf rollout.verify_weight_sync=true placement.rollout_engines=2"""
 LACKS = "will request it"
 """Text in the log of an engine that has missed a version."""
+SENT_AGAIN = "is sent again, to the engine that lacks it"
+WRITTEN = "is written to shared memory"
+"""Texts in the log of rank 0 that tell by which way an engine gets the version it lacks."""
 NEW_GROUP = "create a new process group"
 """Text in the log of the broadcasting rank after the first group has lost an engine."""
 
@@ -55,5 +58,7 @@ def test_every_transport_of_weights_gives_the_same_training(ray_address: str, po
         assert len(struck.starts()["rollout-1"]) == 2
         # The replacement has missed the version that the last call sent, and requests it from the trainer.
         assert LACKS in log(struck, "rollout-1")
+        assert log(struck, "actor-0").count(SENT_AGAIN) == 1
+        assert WRITTEN not in log(struck, "actor-0")
         assert log(struck, "actor-0").count(NEW_GROUP) == (way == "broadcast")
         assert struck.left_behind() == []

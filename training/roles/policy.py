@@ -126,7 +126,7 @@ class TrainedPolicy(TrainedModel):
         return handle and replace(handle, probe=self._measured)
 
     @rpc(remote_call.publish_weights)
-    def publish_weights(self, version: int, again: bool = False) -> WeightHandle | None:
+    def publish_weights(self, version: int, again: WeightHandle | None = None) -> WeightHandle | None:
         """Publish the weights for the rollout engines, in the dtype of the engines' weights.
 
         `announce_weights` is called before. All ranks gather the parameters; they are sent, or rank 0 writes them. If
@@ -144,7 +144,7 @@ class TrainedPolicy(TrainedModel):
         dtype: torch.dtype = getattr(torch, sampling.weights_dtype)
         scale = 0.0
         # Not called yet: the carrier sends each parameter while the next ones are gathered.
-        gathered = partial(self.engine.gathered_parameters, self.carrier.gathers_everywhere)
+        gathered = partial(self.engine.gathered_parameters, self.carrier.bucket_type)
         if self.engine.adapters is not None and sampling.lora_rank:
             scale = self.engine.adapters.scale
             gathered = self.engine.gathered_adapters

@@ -6,6 +6,7 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
+from uuid import uuid4
 
 from components.batch import Batch
 from components.generate.config import SamplingConfig
@@ -57,14 +58,13 @@ class SamplingWorker(BaseWorkload):
         timer = SyncTimer()
         with timer.measure("wake"):
             self.sampler.wake(for_weights=True)
-        self.received = handle
         parts = self.config.rollout.tensor_parallel
-        addressed = replace(handle, reader=1 + self.rank * parts)
-        arriving: AbstractContextManager[WeightHandle] = nullcontext(addressed)
+        self.received = handle = replace(handle, reader=1 + self.rank * parts, parts=parts)
+        arriving: AbstractContextManager[WeightHandle] = nullcontext(handle)
         if parts > 1 and handle.address is not None and not (handle.is_sent or self._has_received):
             copy = load("nearby copy", TRANSPORT, "placement.nodes")
             # Per rank: two engines of one machine would else write to the same files.
-            arriving = copy(addressed, self.shared_dir / f"arriving-{self.rank}")
+            arriving = copy(handle, self.shared_dir / f"arriving-{self.rank}")
         try:
             with timer.measure("load"), arriving as local_handle:
                 self.sampler.receive(local_handle, verify=self.config.rollout.verify_weight_sync)
@@ -82,7 +82,8 @@ class SamplingWorker(BaseWorkload):
         return self.sampler.has_weights and self.sampler.weight_version == self.received.version
 
     def _restore_weights(self) -> None:
-        """Load the newest version if the engine lacks it. The ranks write it to its folder unless it `is_kept` there.
+        """Load the newest version if the engine lacks it. The ranks send it to this engine once more, unless it
+        `is_kept` in its folder. If that transfer fails too, they write it to its folder.
 
         The ranks are idle meanwhile, as the trainer waits for this engine. If they train while engines generate,
         versions are kept.
@@ -91,7 +92,14 @@ class SamplingWorker(BaseWorkload):
             return
         handle = self.received
         if handle.is_sent and not handle.is_kept:
-            handle = remote_call.published_handle(remote_call.publish_weights(handle.version, again=True))
+            again = replace(handle, resend=uuid4().hex)
+            publishing = remote_call.publish_weights(handle.version, again)
+            self.receive_weights(again)
+            remote_call.published_handle(publishing)
+            if self._has_received:
+                return
+            publishing = remote_call.publish_weights(handle.version, replace(again, is_sent=False))
+            handle = remote_call.published_handle(publishing)
         self.receive_weights(replace(handle, is_sent=False))
 
     @rpc(idempotent=True)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import resource
+from math import ceil
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from components.train.process_group import init_process_group
-from components.weights.gather import gathered
-from components.weights.parts import part_of
+from components.weights.all_gather import EverywhereBucket
+from components.weights.gather import Bucket, Part, gathered
+from components.weights.parts import cut_part, part_of
+from tests.components.helpers.written_bytes import WrittenBytes
 
 BUCKET_BYTES = 80 * 2**20
 LARGE, COUNT = 40 * 2**20, 6
@@ -51,8 +56,43 @@ def every_layout(bucket_bytes: int, everywhere: bool) -> dict[str, Tensor]:
             # The dtypes of master weights and of passes alternate.
             dtype = torch.bfloat16 if len(parts) % 2 else torch.float32
             parts.append((f"{name}, {layout}, {dtype}", tensor, dtype))
+    bucket_type = EverywhereBucket if everywhere else Bucket
     lazily = ((name, part_of(tensor, dtype, CPU)) for name, tensor, dtype in parts)
-    return {name: tensor.clone() for name, tensor in gathered(lazily, CPU, bucket_bytes, everywhere)}
+    return {name: tensor.clone() for name, tensor in gathered(lazily, CPU, bucket_bytes, bucket_type)}
+
+
+class Collectives(TorchDispatchMode):
+    """Names of the collectives that this thread has started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def divided_rows(bucket_bytes: int) -> tuple[dict[str, Tensor], list[str], dict[str, int]]:
+    """Gather weights whose rows or elements are divided in order on every rank.
+
+    Returns:
+        The weights, the names of the collectives, and the number of bytes that each other operation has written.
+    """
+    init_process_group()
+    line = init_device_mesh("cpu", (dist.get_world_size(),))
+    parts: list[tuple[str, Part]] = []
+    for name, whole in wholes().items():
+        parts.append((f"{name}, rows", part_of(distribute_tensor(whole, line, [Shard(0)]), whole.dtype, CPU)))
+        # As ZeRO cuts parameters.
+        most = ceil(whole.numel() / dist.get_world_size())
+        start = dist.get_rank() * most
+        shard = whole.flatten()[start : start + most]
+        parts.append((f"{name}, elements", cut_part(shard, whole.shape, whole.dtype, most)))
+    with WrittenBytes() as written, Collectives() as collectives:
+        weights = dict(gathered(parts, CPU, bucket_bytes, EverywhereBucket))
+    return {name: tensor.clone() for name, tensor in weights.items()}, collectives.names, written.by_operation
 
 
 def grows_by() -> int:

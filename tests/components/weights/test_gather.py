@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.components.helpers.gather_worker import BUCKET_BYTES, LARGE, every_layout, grows_by, wholes
+from tests.components.helpers.gather_worker import BUCKET_BYTES, LARGE, divided_rows, every_layout, grows_by, wholes
 from tests.components.helpers.ranks import run_ranks
 
 
@@ -25,6 +25,23 @@ def test_sharded_weights_are_gathered_on_rank_0_or_on_all_ranks(
         expected = wholes()[whole].to(getattr(torch, dtype.removeprefix("torch.")))
         assert tensor.dtype == expected.dtype
         assert torch.equal(tensor, expected), name
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+def test_divided_rows_arrive_on_all_ranks_by_one_collective_per_bucket_without_a_join(
+    tmp_path: Path, world_size: int, bucket_bytes: int
+) -> None:
+    for weights, collectives, written in run_ranks(divided_rows, world_size, tmp_path, bucket_bytes):
+        assert len(weights) == 2 * len(wholes())
+        for name, tensor in weights.items():
+            assert torch.equal(tensor, wholes()[name.split(", ")[0]]), name
+        buckets = 1 if bucket_bytes > 1 else 2 * sum(tensor.numel() > 0 for tensor in wholes().values())
+        assert collectives == ["allgather_into_tensor_coalesced_"] * buckets
+        # Only a shard that is shorter than the first one is written, to be padded.
+        longest = sum(-(-len(tensor) // world_size) * tensor[:1].nbytes for tensor in wholes().values())
+        assert sum(written.values()) <= 2 * 2 * longest, written
+        assert set(written) <= {"constant_pad_nd", "fill_", "copy_"}
 
 
 @pytest.mark.full

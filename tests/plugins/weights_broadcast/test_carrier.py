@@ -26,6 +26,7 @@ from tests.components.generate.test_hf_engine import completions, named_weights,
 from tests.components.helpers.fake_gpus import FakeGPUs
 from tests.components.helpers.ranks import FORKS
 from tests.plugins.weights_ipc.test_carrier import BUCKET_BYTES, CPU, weights
+from tests.plugins.weights_ipc.test_copies import bytes_in
 
 Report = tuple[int, int, Any]
 """Reader, version, and the digests of the received tensors or the name of the error."""
@@ -179,7 +180,7 @@ def test_an_engine_requests_a_version_if_its_broadcast_is_aborted(
                 raise RuntimeError("a rank is gone")
             yield item
 
-    def publish(version: int, model: Path, *, breaks: bool = False, again: bool = False) -> WeightHandle:
+    def publish(version: int, model: Path, *, breaks: bool = False, again: WeightHandle | None = None) -> WeightHandle:
         handle = carrier.publish(version, gathered(model, breaks), with_digests=True, adapter_scale=0.0, again=again)
         assert handle is not None
         return handle
@@ -192,6 +193,13 @@ def test_an_engine_requests_a_version_if_its_broadcast_is_aborted(
         reader.start()
         return announced, reader
 
+    def send_again(announced: WeightHandle, model: Path, engine: HFRolloutEngine) -> None:
+        again = replace(announced, resend=f"resend of {announced.version}")
+        sending = threading.Thread(target=publish, args=(announced.version, model), kwargs={"again": again})
+        sending.start()
+        engine.receive(again, verify=True)
+        sending.join()
+
     announced, reader = announce(4)
     publish(4, other_tied_model)
     reader.join()
@@ -199,17 +207,22 @@ def test_an_engine_requests_a_version_if_its_broadcast_is_aborted(
     assert completions(engine.generate(some_prompts(), sampling)) == expected
     with pytest.raises(ConnectionError, match="was sent before"):
         late.receive(announced, verify=True)
-    late.receive(publish(4, other_tied_model, again=True), verify=True)
+    send_again(announced, other_tied_model, late)
     assert completions(late.generate(some_prompts(), sampling)) == expected
-    _, reader = announce(5)
+    announced, reader = announce(5)
     with pytest.raises(RuntimeError, match="a rank is gone"):
         publish(5, tied_model, breaks=True)
     reader.join()
     assert len(failed) == 1
     assert not engine.has_weights
-    engine.receive(publish(5, tied_model, again=True), verify=True)
+    send_again(announced, tied_model, engine)
     expected = completions(HFRolloutEngine(tied_model).generate(some_prompts(), sampling))
     assert completions(engine.generate(some_prompts(), sampling)) == expected
+    assert bytes_in(tmp_path) == 0
+    written = publish(5, tied_model, again=replace(announced, is_sent=False))
+    late.receive(written, verify=True)
+    assert completions(late.generate(some_prompts(), sampling)) == expected
+    assert bytes_in(tmp_path) > 0
     carrier.close()
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
@@ -181,11 +182,20 @@ def test_a_rank_gives_up_after_repeated_failures_and_writes_later_versions(
     carrier.close()
 
 
-def publish(carrier: IPCCarrier, version: int, model: Path, *, again: bool = False) -> WeightHandle:
+def publish(carrier: IPCCarrier, version: int, model: Path, *, again: WeightHandle | None = None) -> WeightHandle:
     tensors = named_weights(model).items()
     handle = carrier.publish(version, tensors, with_digests=True, adapter_scale=0.0, again=again)
     assert handle is not None
     return handle
+
+
+def send_again(carrier: IPCCarrier, announced: WeightHandle, model: Path, engine: Any) -> None:
+    """Send a version once more to one engine, which receives it."""
+    again = replace(announced, resend=f"resend of {announced.version}")
+    sending = threading.Thread(target=publish, args=(carrier, announced.version, model), kwargs={"again": again})
+    sending.start()
+    engine.receive(again, verify=True)
+    sending.join()
 
 
 def test_an_engine_uses_a_sent_version_or_requests_it(
@@ -215,15 +225,15 @@ def test_an_engine_uses_a_sent_version_or_requests_it(
     with pytest.raises(ConnectionError):
         late.receive(announced, verify=True)
     assert not late.has_weights
-    late.receive(publish(carrier, 4, other_tied_model, again=True), verify=True)
+    send_again(carrier, announced, other_tied_model, late)
     for each in (engine, late):
         assert completions(each.generate(some_prompts(), sampling)) == expected
         assert each.weight_version == 4
     monkeypatch.setattr("plugins.weights_verify.verify.compare_digests", lambda *_: ["damaged"])
-    send(5, tied_model)
+    announced = send(5, tied_model)
     assert not engine.has_weights
     with pytest.raises(RuntimeError, match=says("version 5", "damaged")):
-        engine.receive(publish(carrier, 5, tied_model, again=True), verify=True)
+        engine.receive(publish(carrier, 5, tied_model, again=replace(announced, is_sent=False)), verify=True)
     carrier.close()
 
 
@@ -258,7 +268,7 @@ def test_vllm_uses_a_sent_version_or_requests_it_if_the_transfer_is_aborted(
         sending.join()
         assert engine.has_weights is not breaks
         if breaks:
-            engine.receive(publish(carrier, version, model, again=True), verify=True)
+            send_again(carrier, announced, model, engine)
         return answers_of(engine.generate(uneven_prompts(8), SamplingConfig(max_new_tokens=8)))
 
     try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from components.weights.carrier import CarrierSetting
 from components.weights.digest import Digests, digest
 from components.weights.publisher import WeightHandle, read_digests, read_weights, weight_shapes
 from plugins.weights_ipc.carrier import BucketSender, IPCCarrier, read_sent
+from tests.components.helpers.ranks import FORKS
 from tests.components.helpers.written_bytes import WrittenBytes
 
 CPU = torch.device("cpu")
@@ -110,14 +113,14 @@ def test_a_weight_larger_than_a_bucket_is_cut_into_slices(tmp_path: Path) -> Non
     assert MOST_WRITES * nbytes <= sent.total + received.total <= MOST_WRITES * nbytes + gaps, received.by_operation
 
 
-def carrier_of(folder: Path, *, keeps: bool = False) -> IPCCarrier:
+def carrier_of(folder: Path, *, keeps: bool = False, readers: int = 1) -> IPCCarrier:
     return IPCCarrier(
         CarrierSetting(
             rank=0,
             device=CPU,
             shared_dir=folder,
             fallback_dir=folder / "disk",
-            readers=1,
+            readers=readers,
             serve=False,
             keeps=keeps,
         )
@@ -163,42 +166,120 @@ def test_a_version_passes_the_host_only_if_the_ranks_cannot_send_it_again(tmp_pa
     carrier.close()
 
 
-def test_a_version_that_an_engine_lacks_is_written_once_when_it_is_requested(tmp_path: Path) -> None:
-    weights = trained_weights()
-    expected = {name: digest(tensor.detach().to(torch.bfloat16)) for name, tensor in weights.items()}
-    carrier = carrier_of(tmp_path)
-    gathered: list[int] = []
+class Gathering:
+    """A carrier and the parameters that it publishes. Counts how often they are gathered."""
 
-    def publish(version: int, again: bool) -> WeightHandle:
+    def __init__(self, carrier: IPCCarrier) -> None:
+        self.carrier = carrier
+        self.count = 0
+        self.weights = trained_weights()
+        self.expected = {name: digest(tensor.detach().to(torch.bfloat16)) for name, tensor in self.weights.items()}
+
+    def publish(self, version: int, again: WeightHandle | None = None) -> WeightHandle:
         def parameters() -> Iterator[tuple[str, Tensor]]:
-            gathered.append(version)
-            yield from weights.items()
+            self.count += 1
+            yield from self.weights.items()
 
-        handle = carrier.publish(
+        handle = self.carrier.publish(
             version, parameters(), dtype=torch.bfloat16, with_digests=True, adapter_scale=0, again=again
         )
         assert handle is not None
         return handle
+
+
+def read_process(handle: WeightHandle, dies: bool, reports_queue: SimpleQueue[Any]) -> None:
+    """Read a version in an engine's process and report its digests, or die in the middle."""
+    digests = {}
+    for name, tensor in read_weights(handle):
+        digests[name] = digest(tensor)
+        if dies and len(digests) == 3:
+            os._exit(9)
+    reports_queue.put(digests)
+
+
+def test_an_engine_that_replaces_a_killed_one_is_sent_the_version_again(tmp_path: Path) -> None:
+    gathering = Gathering(carrier_of(tmp_path, readers=2))
+    carrier, expected = gathering.carrier, gathering.expected
+    announced = carrier.announce(1)
+    assert announced is not None
+    reports_queue = FORKS.SimpleQueue()
+    engines = [
+        FORKS.Process(target=read_process, args=(replace(announced, reader=reader), reader == 2, reports_queue))
+        for reader in (1, 2)
+    ]
+    for engine in engines:
+        engine.start()
+    gathering.publish(1)
+    for engine in engines:
+        engine.join()
+    assert ([engine.exitcode for engine in engines], reports_queue.get()) == ([0, 9], expected)
+
+    # The replacement is late for the version, and sees that at once.
+    late = replace(announced, reader=2)
+    began = time.monotonic()
+    with pytest.raises(ConnectionError, match="was sent before"):
+        list(read_weights(late))
+    assert time.monotonic() - began < 5
+    again = replace(late, resend="first")
+    loaded = {name: torch.zeros(tensor.shape, dtype=torch.bfloat16) for name, tensor in gathering.weights.items()}
+    received = WrittenBytes()
+
+    def load() -> None:
+        with received:
+            for name, tensor in read_weights(again):
+                loaded[name].copy_(tensor)
+
+    reader = threading.Thread(target=load)
+    reader.start()
+    with WrittenBytes() as sent:
+        assert gathering.publish(1, again) == again
+    reader.join()
+    assert {name: digest(tensor) for name, tensor in loaded.items()} == expected == read_digests(again)
+    # No byte of the weights is on the host, and each one is written three times at most.
+    assert bytes_in(tmp_path) == 0
+    nbytes = sum(tensor.nbytes for tensor in loaded.values())
+    assert sent.by_operation["_foreach_copy_"] == nbytes
+    del sent.by_operation["copy_"]  # torch moves the buckets into shared memory
+    gaps = ALIGNMENT * len(loaded)
+    assert MOST_WRITES * nbytes <= sent.total + received.total <= MOST_WRITES * nbytes + gaps
+    assert gathering.count == 2
+    carrier.close()
+
+
+def test_a_version_is_written_once_if_engines_do_not_receive_it_twice(tmp_path: Path) -> None:
+    gathering = Gathering(carrier_of(tmp_path, readers=1))
+    carrier = gathering.carrier
 
     def send(version: int) -> WeightHandle:
         announced = carrier.announce(version)
         assert announced is not None
         reader = threading.Thread(target=lambda: list(read_weights(announced)))
         reader.start()
-        publish(version, again=False)
+        gathering.publish(version)
         reader.join()
         return announced
 
     announced = send(1)
-    began = time.monotonic()
-    with pytest.raises(ConnectionError, match="was sent before"):
-        list(read_weights(announced))
-    assert time.monotonic() - began < 5  # an engine that is late does not wait for the rank
     for _ in range(2):
-        handle = publish(1, again=True)
-        assert read_digests(handle) == {name: digest(tensor) for name, tensor in read_weights(handle)} == expected
-    assert gathered == [1, 1]
+        handle = gathering.publish(1, replace(announced, is_sent=False))
+        digests = {name: digest(tensor) for name, tensor in read_weights(handle)}
+        assert read_digests(handle) == digests == gathering.expected
+    assert gathering.count == 2
     assert bytes_in(tmp_path) > 0
     send(2)
     assert bytes_in(tmp_path) == 0
     carrier.close()
+
+
+def test_a_rank_does_not_wait_for_an_engine_on_another_device(tmp_path: Path) -> None:
+    sender = BucketSender(tmp_path, CPU, readers=1, bucket_bytes=BUCKET_BYTES)
+    weights = trained_weights()
+    reader = threading.Thread(target=lambda: list(read_sent(tmp_path, 1, 60, number=1)))
+    reader.start()
+    list(sender.sent(1, weights.items()))
+    reader.join()
+    began = time.monotonic()
+    passed = dict(sender.sent_again(1, "of engine 2", [2], weights.items()))
+    assert time.monotonic() - began < 5
+    assert passed == weights
+    sender.close()
