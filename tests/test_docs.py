@@ -41,6 +41,8 @@ FOREIGN = {
     "docker": r"run( --rm| -it| --gpus all| --shm-size=\d+g| -v \S+:\S+)+ \S+( .*)?",
     "export": r"\w+=\S+",
     "sbatch": r"\S+",
+    "kubectl": r"create (-f \S+|secret generic \S+( --from-literal=\S+)+)",
+    "sky": r"launch \S+( --secret \S+( rand -hex 32\))?)*",
     "scancel": r"(--batch --signal=TERM )?[A-Z]+",
     "mkdocs": r"(build|serve)( --strict)?",
     "pip": r"install \S+ @ file:///\S+\.whl",

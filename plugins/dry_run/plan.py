@@ -12,6 +12,7 @@ from typing import Any
 
 from components.models.sources import is_made
 from components.net.hub import WEIGHTS, ModelNotFound, find_model
+from components.registry import load
 from training.launch.command import Command
 from training.launch.machines import is_this_machine
 from training.launch.plan import Plan
@@ -34,7 +35,8 @@ def show_plan(command: Command[Any], plan: Plan) -> None:
         fault = error
         if not is_this_machine():
             plan.notes = [*plan.notes, f"with the models and data of this machine it would be refused: {error}"]
-    print(plan.json())
+    emit: str = plan.config.emit
+    print(plan.json() if emit == "none" else load("manifest", emit, f"emit={emit}")(plan))
     plan.check_and_show(always=True)
     if fault is None:
         _show_first(command, plan)

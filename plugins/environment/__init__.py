@@ -3,4 +3,7 @@
 `RAY_ADDRESS` or `placement.interface` loads it.
 """
 
-PROVIDES = {"job environment": {"workers": "forwarding:prepare"}}
+PROVIDES = {
+    "job environment": {"workers": "forwarding:prepare"},
+    "forwarded variables": {"names": "forwarding:forwarded"},
+}

@@ -48,19 +48,25 @@ def prepare(job: Job, config: Any, environment: Mapping[str, str] | None = None)
     if "RAY_ADDRESS" not in environment:
         return lines
     job.global_env[ADDRESS_FROM] = _NODE_ADDRESS
-    more = tuple(pattern.strip() for pattern in environment.get(MORE, "").split(",") if pattern.strip())
-    chosen = matching(environment, (*PATTERNS, *more))
-    secret = {name for name, value in chosen.items() if is_secret(name, value)}
-    forwarded = {name: value for name, value in chosen.items() if name not in secret and name not in job.global_env}
-    job.global_env |= forwarded
-    if forwarded:
-        lines.append(f"the workers get these variables of this shell: {', '.join(sorted(forwarded))}")
+    chosen, secret = forwarded(environment)
+    added = {name: value for name, value in chosen.items() if name not in job.global_env}
+    job.global_env |= added
+    if added:
+        lines.append(f"the workers get these variables of this shell: {', '.join(sorted(added))}")
     if secret:
         lines.append(
-            f"the workers do not get {', '.join(sorted(secret))}, which Ray's dashboard would show; set keys and "
+            f"the workers do not get {', '.join(secret)}, which Ray's dashboard would show; set keys and "
             "tokens where Ray is started"
         )
     return lines
+
+
+def forwarded(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return the variables that workers get, and the names of those that are secret, which they do not get."""
+    more = tuple(pattern.strip() for pattern in environment.get(MORE, "").split(",") if pattern.strip())
+    chosen = matching(environment, (*PATTERNS, *more))
+    secret = sorted(name for name, value in chosen.items() if is_secret(name, value))
+    return {name: value for name, value in chosen.items() if name not in secret}, secret
 
 
 def matching(environment: Mapping[str, str], patterns: Iterable[str]) -> dict[str, str]:

@@ -85,7 +85,7 @@ def printed(config: Any, named: Collection[str]) -> str:
     Options that only print are left out. So is run_dir, unless it is among the options that the user has `named`.
     """
     # A default run_dir names the time of this run. In a configuration file, it would make the next run continue here.
-    omitted = {"print_config", "dry_run", "assume_devices", "rehearse"} | ({"run_dir"} - set(named))
+    omitted = {"print_config", "dry_run", "assume_devices", "emit", "rehearse"} | ({"run_dir"} - set(named))
     return config_text({name: value for name, value in redact(config).items() if name not in omitted})
 
 

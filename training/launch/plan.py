@@ -39,7 +39,7 @@ WIDTH = 100
 _HEADS = ("memory", "steps", "sends", "with", "chosen", "changed", "unknown", "idle", "absent")
 """Headings of the paragraphs below the table, in their order."""
 _NO_MEMORY_PLAN = "not checked: no plug-in plans it, so a run that does not fit fails after its start"
-_NOT_OF_THE_RUN = ("run_dir", "dry_run", "assume_devices", "print_config", "rehearse")
+_NOT_OF_THE_RUN = ("run_dir", "dry_run", "assume_devices", "print_config", "rehearse", "emit")
 
 
 class MemoryPlan(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from components.process.heartbeat import listen
-from components.ranges import CountFromZero, Range
+from components.ranges import CountFromZero, NameOf, Range
 from components.registry import load, require
 from core import beat
 from training.options.schema import Options, errors_of, of_plugin, recipe_of
@@ -39,6 +39,9 @@ class RunOptions(Options):
     """Random seed of the order of the prompts and of sampling."""
     dry_run: bool = False
     """Print the placement of all roles as JSON and exit."""
+    emit: Annotated[str, NameOf("manifest", ("none",))] = of_plugin("manifests", "none")
+    """Print a file that starts the planned run on a cluster, and exit. `kuberay`: a RayJob. `skypilot`: a task. `none`:
+    start the run. Use it with assume_devices."""
     assume_devices: str | None = None
     """With dry_run or rehearse: plan for other machines than this one. Format: GPUs per machine x machines, as 8x2;
     with the memory of a GPU, as 8x2x80GB; or 8, for placement.nodes machines. Errors about local models and data are
@@ -66,6 +69,7 @@ class RunOptions(Options):
     def __post_init__(self) -> None:
         if not self.run_dir:
             self.run_dir = new_run_dir(recipe_of(type(self)))
+        self.dry_run = self.dry_run or self.emit != "none"
         super().__post_init__()
 
     def faults(self) -> Iterator[str]:
