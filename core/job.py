@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from core.backends import BackendName
 from core.errors import JobError
@@ -33,6 +33,9 @@ RESERVED_ENVIRONMENT = frozenset(
 
 class Job(JobSpec):
     """A checked job. `model_dump_json()` serialises it, `submit(name)` runs it."""
+
+    master: type[Master] = Field(default=Master, exclude=True)
+    """Class that runs the job. A plug-in may set a subclass."""
 
     @property
     def workloads(self) -> dict[str, RoleSpec]:
@@ -70,7 +73,7 @@ class Job(JobSpec):
             JobError: the backend cannot run this job.
         """
         self.check_backend(backend)
-        return Master(self, job_name, log_dir, began, observers, backend).run()
+        return self.master(self, job_name, log_dir, began, observers, backend).run()
 
     def check_backend(self, backend: str) -> None:
         """Check that the job can run on a backend.

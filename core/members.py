@@ -97,13 +97,19 @@ class Directory(dict[Role, RoleEntry]):
         with self._changed:
             self._lost.add((role, rank))
 
-    def replace(self, member: Member) -> None:
-        """Record the replacement of a worker, and release the calls that wait for it."""
+    def replace(self, member: Member, rank: int) -> None:
+        """Record the replacement of a worker or an additional worker, and release the calls that wait for it.
+
+        Args:
+            member: the worker.
+            rank: rank whose calls it takes from now on. If it is not its own rank, the worker of that rank is no member
+                of the role any more.
+        """
         with self._changed:
             # A process that has not received the directory yet has no entry to correct.
             if member.role in self:
-                self[member.role].members[member.rank] = member
-            self._lost.discard((member.role, member.rank))
+                self[member.role].members[rank : rank + 1] = [member]
+            self._lost.discard((member.role, rank))
             self._changed.notify_all()
 
     def add_entries(self, entries: Mapping[Role, RoleEntry]) -> None:

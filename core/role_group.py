@@ -75,7 +75,8 @@ class RoleGroup(Generic[W]):
     @property
     def _members(self) -> list[Member]:
         members = self._entry.members
-        return members if self._only is None else [members[self._only]]
+        # A worker that takes the calls of a removed one is in the list twice.
+        return [m for i, m in enumerate(members) if m.rank == i] if self._only is None else [members[self._only]]
 
     def on(self, rank: int) -> Self:
         """Return the group of one worker.

@@ -123,7 +123,7 @@ def check_prompt(prompt: Any, where: str, key: str = "prompt_key") -> None:
             f"{where}: expected a string or a list of {{role, content}} messages, found {kind_of(prompt)}; "
             f"set {key} to the field with the prompt"
         )
-    if all(message["role"] == "system" or _is_empty(message) for message in prompt):
+    if all(m["role"] == "system" or (is_blank(m["content"]) and not m.get("tool_calls")) for m in prompt):
         raise ValueError(f"{where}: all messages but the system's are empty; add a user's message")
 
 
@@ -132,7 +132,3 @@ def is_blank(value: object) -> bool:
     if isinstance(value, str):
         return not value.strip()
     return value is None or (isinstance(value, Sequence | Mapping) and not value)
-
-
-def _is_empty(message: Mapping[str, Any]) -> bool:
-    return is_blank(message["content"]) and not message.get("tool_calls")

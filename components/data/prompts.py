@@ -145,7 +145,8 @@ class PromptSource:
             self.cut = int((lengths[self._kept] > self.max_prompt_tokens).sum())
             self.longest_kept = min(self.longest_kept, self.max_prompt_tokens)
         self._has_extra = any("extra_info" in row for row in self.rows)
-        self.prefilled = sum(_is_prefilled(row["input"]) for row in self.rows)
+        inputs = [row["input"] for row in self.rows if not isinstance(row["input"], str)]
+        self.prefilled = sum(messages[-1]["role"] == ASSISTANT for messages in inputs)
         """Number of rows whose prompt ends with a message of the assistant, which the policy continues."""
         self._order = 0, self._shuffled(0)
 
@@ -347,7 +348,3 @@ def _cut(ids: list[int], most: int, side: Overlong) -> list[int]:
         return ids[:most]
     head = most // 2
     return ids[:head] + ids[len(ids) - most + head :]
-
-
-def _is_prefilled(prompt: str | Sequence[Mapping[str, Any]]) -> bool:
-    return not isinstance(prompt, str) and prompt[-1]["role"] == ASSISTANT

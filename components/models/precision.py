@@ -33,16 +33,10 @@ def round_products(model: nn.Module, precision: str) -> None:
     if precision != "bf16_autocast":
         return
     linear = [module for module in model.modules() if type(module) is nn.Linear]
-    others = {
-        id(tensor) for module in model.modules() if type(module) is not nn.Linear for tensor in _own_tensors(module)
-    }
+    others = {id(w) for m in model.modules() if type(m) is not nn.Linear for w in m.parameters(recurse=False)}
     for module in linear:
         if id(module.weight) not in others:
             module.weight.data = module.weight.data.to(torch.bfloat16)
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    return list(module.parameters(recurse=False))
 
 
 def as_multiplied(*tensors: Tensor) -> list[Tensor]:

@@ -228,8 +228,7 @@ class RayBackend:
             # errors do not distinguish that case.
             raise WorkerDied(f"Ray did not start: {first_line(error)}") from error
         node = vars(importlib.import_module("ray._private.worker"))["_global_node"]
-        for name in ("gcs_server", "raylet"):
-            self._own_processes += [(name, started.process) for started in node.all_processes[name]]
+        self._own_processes += [(n, each.process) for n in ("gcs_server", "raylet") for each in node.all_processes[n]]
 
     def fault(self) -> str:
         """Return a description of the dead process of the job's own cluster, or an empty string if all are alive.
@@ -403,12 +402,9 @@ def _end_all_of(folder: Path) -> None:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has ended in the meantime, or is another user's
             is_named = os.fsencode(folder) in (process / "cmdline").read_bytes()
-            if is_named or (process.name != str(os.getpid()) and _has_opened(process, folder)):
+            opened = any(file.readlink().is_relative_to(folder) for file in (process / "fd").iterdir())
+            if is_named or (process.name != str(os.getpid()) and opened):
                 os.kill(int(process.name), signal.SIGKILL)
-
-
-def _has_opened(process: Path, folder: Path) -> bool:
-    return any(file.readlink().is_relative_to(folder) for file in (process / "fd").iterdir())
 
 
 def _from_a_thread(call: Callable[[], object], seconds: float = math.inf, until: threading.Event | None = None) -> bool:

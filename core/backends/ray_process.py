@@ -60,7 +60,7 @@ class RayProcess(WorkerProcess):
             "stop": self.request_stop,
             "tidy": self._tidy,
             "lost": self._directory.lose,
-            "replaced": lambda member: self._directory.replace(pickle.loads(member)),
+            "replaced": lambda member, rank: self._directory.replace(pickle.loads(member), rank),
         }
         # Without the callback this process would outlive a dead master, because only the master ends it.
         self._control = ControlServer(self._ip, spec.run.key, answer, orphaned=self._end)

@@ -155,7 +155,7 @@ class BringUp:
         for role, rank in process.plan.workers:
             member = member_of(process, Role(role), rank)
             self.roles[member.role].members[rank] = member
-            self._emit_to_others(process, "replaced", self._backend.pickled(member))
+            self._emit_to_others(process, "replaced", self._backend.pickled(member), rank)
         self._stored = None
         self._watch.event("replaced", process.plan.name, f"attempt {process.attempt}")
 

@@ -11,7 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from core.backends import BackendName, make_backend
 from core.context import Identity, WorkloadContext, entered
@@ -53,6 +53,9 @@ class Master:
         backend: "ray" or "local".
         runs: True if `run` runs the job to its end. False if this process drives it inside `running`.
     """
+
+    BRING_UP: ClassVar[type[BringUp]] = BringUp
+    """Class that starts the processes of an attempt."""
 
     def __init__(
         self,
@@ -191,7 +194,7 @@ class Master:
             raise KeyboardInterrupt from stop
         if self._runs:
             self._set_handlers()  # again, because ray.init has replaced them
-        self._coming = BringUp(self._job, self._facts, self._backend, self._watch, self._starts)
+        self._coming = self.BRING_UP(self._job, self._facts, self._backend, self._watch, self._starts)
         while not self._coming.have_all_started:
             self._supervise(pause=_START_POLL_S)
         self._watch.event("start", text=f"attempt {self._attempt}")

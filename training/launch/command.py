@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 from components.process.streams import accept_any_text
-from components.registry import find, load
+from components.registry import find, load, names
 from core import Job
 from core.backends.ray_address import check_reachable, is_ray_left
 from core.placement import detect_devices
@@ -236,9 +236,9 @@ class Command(ABC, Generic[C]):
 
 
 def _prepare_workers(plan: Plan) -> None:
-    """Let a plug-in add to the environment of the workers, and note what it adds."""
-    if prepare := find("job environment", "workers"):
-        plan.notes = [*plan.notes, *prepare(plan.job, plan.config)]
+    """Let plug-ins change the job and the environment of its workers, and note what they change."""
+    for name in names("job environment"):
+        plan.notes = [*plan.notes, *load("job environment", name)(plan.job, plan.config)]
 
 
 def _check_text(arguments: Sequence[str]) -> None:

@@ -41,6 +41,9 @@ class PlacementOptions(Options, group="placement"):
     """Memory layout of reference and reward models. `whole`: each process holds the complete model, and a lost process
     is replaced. `sharded`: the processes share the weights and gather one layer at a time; if one is lost, the job
     restarts. `offloaded`: sharded, with all weights in host memory except the current layer."""
+    elastic: bool = of_plugin("elastic", False)
+    """Allow the number of rollout engines to change during the run. Engines are added and removed by
+    scripts/engines.py, and with nodes that join or leave the cluster. See docs/several_gpus.md."""
     engines_sleep: bool | None = None
     """Release the GPU memory of rollout engines while the policy trains. Default: true if vllm shares GPUs with
     training and they do not fit in memory together."""
@@ -52,6 +55,8 @@ class PlacementOptions(Options, group="placement"):
         yield from super().faults()
         if self.interface:
             yield from errors_of("", require, "job environment", "workers", f"placement.interface={self.interface}")
+        if self.elastic:
+            yield from errors_of("", require, "job environment", "elastic", "placement.elastic=true")
 
     @property
     def shares_devices(self) -> bool:

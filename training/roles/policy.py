@@ -41,6 +41,7 @@ class TrainedPolicy(TrainedModel):
     """Measures the reference values that engines check themselves against, or None if they run no checks."""
     _measured: Any = None
     """Reference values of the newest version."""
+    _newest: WeightHandle | None = None
     replay: Any = None
     """Records and replays the experts of each token, or None if `rollout.routing_replay` is off."""
 
@@ -152,7 +153,13 @@ class TrainedPolicy(TrainedModel):
         handle = self.carrier.publish(
             version, gathered(), dtype=dtype, with_digests=verify, adapter_scale=scale, again=again
         )
-        return handle and replace(handle, probe=self._measured)
+        self._newest = handle and replace(handle, probe=self._measured)
+        return self._newest
+
+    @rpc(idempotent=True)
+    def newest_weights(self) -> WeightHandle | None:
+        """Return the handle of the newest published version on rank 0, or None if there is none yet."""
+        return self._newest
 
     @rpc(remote_call.end_job)
     def end(self) -> None:

@@ -109,7 +109,7 @@ class Tracker:
         # Converted once, because every sink and observer needs plain values, and reading a tensor may wait for a GPU.
         if self._guard("metrics", lambda: values.update(plain(metrics))):
             self._emit(lambda sink: sink.log(step, values))
-            shown = tuple(name for pattern in self._shown for name in values if _matches_metric(name, pattern))
+            shown = tuple(n for p in self._shown for n in values if n == p or (p.endswith("/") and n.startswith(p)))
             response: dict[str, Any] = {}
             if sample is not None:
                 self._guard("a response of each step", lambda: response.update(plain(sample())))
@@ -205,10 +205,6 @@ class Tracker:
             logger.warning("%s of %s is switched off: %s", name, self.run_dir, what)
             return False
         return True
-
-
-def _matches_metric(name: str, pattern: str) -> bool:
-    return name == pattern or (pattern.endswith("/") and name.startswith(pattern))
 
 
 def console_line(step: int, metrics: Mapping[str, Any]) -> str:

@@ -230,7 +230,8 @@ def _attention(
 
     is_window = attention_mask is not None and attention_mask.dtype == torch.int64
     is_masked, plain = attention_mask is not None and not is_window, softcap is None and s_aux is None
-    odd = rest.get("position_bias") is not None or rest.get("is_causal") is False or not _is_causal(module)
+    is_causal = rest.get("is_causal") is not False and getattr(module, "is_causal", True)
+    odd = rest.get("position_bias") is not None or not is_causal
     if odd or (is_masked and (packed_row is not None or not plain)):
         raise ValueError(f"{type(module).__name__} has a mask or a bias beside its order; set packing=False")
     if is_masked:
@@ -255,10 +256,6 @@ def _attention(
         parts = zip(packed_row.queries(query_1HUD), *map(packed_row.keys, (key_1KUD, value_1KUD)), strict=True)
         output_1UHD = packed_row.from_rectangles([attend(query, key, value) for query, key, value in parts])
     return slices.from_heads(output_1UHD), None
-
-
-def _is_causal(module: nn.Module) -> bool:
-    return getattr(module, "is_causal", True)
 
 
 def _by_sdpa(
