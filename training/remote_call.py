@@ -19,7 +19,28 @@ def sync_weights(version: int) -> dict[str, float]:
     publishing = publish_weights(version)
     # Without an announcement the engines read the version once it is published.
     engines = receive_weights(announced or published_handle(publishing)).result()
-    return sync_metrics(published_handle(publishing), engines)
+    handle = published_handle(publishing)
+    return sync_metrics(handle, check_engines(engines, RoleGroup(Role.ACTOR), RoleGroup(Role.ROLLOUT)))
+
+
+def check_engines(
+    engines: list[dict[str, float]], actor: RoleGroup[Any], rollout: RoleGroup[Any]
+) -> list[dict[str, float]]:
+    """Compare what the engines compute with the policy, if a check of an engine is due.
+
+    Args:
+        engines: metrics that the engines returned with the newest version. `check_due` requests a check.
+        actor: role group of the policy, which still has that version.
+        rollout: role group of the engines.
+
+    Returns:
+        Metrics of the engines after the check.
+    """
+    if not any("check_due" in metrics for metrics in engines):
+        return engines
+    # On request, since a pass of the policy per version would cost 2 % of the demonstration's step.
+    probe = actor.call("measure_probe").result()[0]
+    return rollout.call("check_engine", probe).result()
 
 
 def sync_metrics(handle: "WeightHandle", engines: Sequence[dict[str, float]]) -> dict[str, float]:

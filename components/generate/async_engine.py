@@ -9,7 +9,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from components.generate.config import SamplingConfig
 from components.generate.engine import WeightVersions
@@ -123,6 +123,9 @@ class AsyncEngine(WeightVersions):
             ValueError, FileNotFoundError, RuntimeError: as `RolloutEngine.receive`. After an error during the copy the
                 engine remains paused until it has received a complete version.
         """
+
+    async def check(self, probe: Any) -> None:
+        """Compare the engine's log-probabilities with the trainer's, if a check is due; see `RolloutEngine.check`."""
 
     @abstractmethod
     async def metrics(self) -> dict[str, float]:

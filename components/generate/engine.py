@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -168,9 +168,18 @@ class RolloutEngine(WeightVersions):
     def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
         """Generate completions for prompts that have been checked. There may be no prompts."""
 
+    def check(self, probe: Any) -> None:
+        """Compare the engine's log-probabilities with the trainer's (plugins/engine_check), if a check is due.
+
+        An engine requests a check by the metric `check_due`.
+
+        Raises:
+            RuntimeError: the engine does not compute what the trainer computes with the same weights.
+        """
+
     def metrics(self) -> dict[str, float]:
         """Return metrics of the engine: the peak GPU memory of its first process (the others are alike), and, if it
-        measures them, the seconds of the parts of generation since the last call.
+        measures them, the seconds of the parts of generation since the last call. `check_due` requests a check.
         """
         return peak_gpu_memory()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from components.batch import Batch
@@ -30,6 +30,10 @@ class Sampler(Protocol):
 
     def receive(self, handle: WeightHandle, verify: bool = False) -> None:
         """See `RolloutEngine.receive`."""
+        ...
+
+    def check(self, probe: Any) -> None:
+        """See `RolloutEngine.check`."""
         ...
 
     def metrics(self) -> dict[str, float]:

@@ -16,7 +16,7 @@ share of tokens that a clip range changes. All functions raise a ValueError if s
 from torch import Tensor
 
 from components.rl.aggregation import TokenLoss
-from components.rl.masked import action_counts, check_columns, chosen, log_ratio, sequence_sums, spread
+from components.rl.masked import action_counts, chosen, log_ratio, sequence_sums, spread
 from components.rl.surrogate import checked_advantages, clipped_surrogate, distance_metrics
 
 
@@ -75,7 +75,7 @@ def gspo_loss(
     # The difference is exactly 0; in another order it would round the response's ratio, whose clip range is narrow.
     log_ratio_N = chosen(action_mask_N, response_N) + (own_N - own_N.detach())
     loss = clipped_surrogate(log_ratio_N, advantage_N, clip_low, clip_high)
-    # Of the responses the ratio may be 1 while their tokens are far from it.
+    # The ratio of a response may be 1 although the ratios of its tokens are far from 1.
     return TokenLoss(loss.loss_N, loss.metrics | distance_metrics(own_N, own_N.exp()))
 
 
@@ -88,16 +88,3 @@ def reinforce_loss(logprob_N: Tensor, advantage_N: Tensor, action_mask_N: Tensor
     """
     advantage_N = checked_advantages(logprob_N, logprob_N, advantage_N, action_mask_N)
     return TokenLoss(-advantage_N * chosen(action_mask_N, logprob_N))
-
-
-def entropy_loss(entropy_N: Tensor, action_mask_N: Tensor) -> TokenLoss:
-    """Negative entropy, to be added to the loss with a small weight, so that the policy keeps exploring.
-
-    Source: Williams and Peng 1991; Mnih et al. 2016 (A3C, arXiv 1602.01783), section 4.
-
-    Args:
-        entropy_N: [N] entropy of each token's distribution in nats, with gradient.
-    """
-    check_columns(action_mask_N, entropy_N=entropy_N)
-    entropy_N = chosen(action_mask_N, entropy_N)
-    return TokenLoss(-entropy_N, {"entropy": entropy_N.detach()})

@@ -68,9 +68,6 @@ class WeightHandle:
     all engines."""
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     """Time of rank 0 for each part of the publication, in seconds; see `SyncTimer.seconds`."""
-    probe: Any = None
-    """Log-probabilities of the trainer with this version, with which an engine compares its own (plugins/engine_check).
-    Picklable. None: nothing is checked."""
 
 
 class WeightPublisher:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from components.models.layer_marks import first_difference
-from components.weights.publisher import WeightHandle
 from plugins.engine_check.probe import Probe
 
 LIMITS = {
@@ -52,31 +51,41 @@ class EngineCheck:
         self._every = every
         self._precision = precision
         self._received = 0
-        self._due: WeightHandle | None = None
+        self._is_due = False
+        self._probe: Probe | None = None
         self.metrics: dict[str, float] = {}
-        """Differences of the last check in nats, and the mean that rounding may cause. Empty before the first check."""
+        """Differences of the last check in nats, and the mean that rounding may cause. `check_due` (1) is added while
+        the engine needs a probe for its next check."""
 
-    def next(self, handle: WeightHandle | None, is_asleep: bool) -> WeightHandle | None:
-        """Return the version that is to be checked now, or None.
+    def received(self) -> None:
+        """Count a version that the engine has received. The check of an older version is replaced by one of it."""
+        self._is_due = self._is_due or self._received % self._every == 0
+        self._received += 1
+        self._probe = None
+        if self._is_due:
+            self.metrics["check_due"] = 1.0
+
+    def next(self, probe: Probe | None, is_asleep: bool) -> Probe | None:
+        """Return the probe that is to be compared now, or None.
 
         Args:
-            handle: a version that the engine has just received. None: it has received nothing since the last call.
+            probe: probe of the version in use. None: there is none since the last call.
             is_asleep: the engine cannot compute now. A check that is due is made once the engine is awake.
         """
-        if handle is not None and handle.probe is not None:
-            if self._received % self._every == 0 or self._due is not None:
-                self._due = handle
-            self._received += 1
-        if is_asleep:
+        if probe is not None and self._is_due:
+            self._probe = probe
+            self.metrics.pop("check_due", None)
+        if is_asleep or self._probe is None:
             return None
-        handle, self._due = self._due, None
-        return handle
+        probe, self._probe = self._probe, None
+        self._is_due = False
+        return probe
 
     @staticmethod
-    def rows(handle: WeightHandle, positions: int | None) -> list[list[int]]:
-        """Return the sequences of a version's probe, cut to the number of positions of the engine."""
+    def rows(probe: Probe, positions: int | None) -> list[list[int]]:
+        """Return the sequences of a probe, cut to the number of positions of the engine."""
         # One position is reserved: vLLM generates at least one token, which is discarded.
-        return [row[: (positions or len(row) + 1) - 1] for row in handle.probe.tokens]
+        return [row[: (positions or len(row) + 1) - 1] for row in probe.tokens]
 
     @staticmethod
     def sampling() -> Any:
@@ -92,15 +101,15 @@ class EngineCheck:
         assert len(values) == len(output.prompt_token_ids) - 1, (len(values), len(output.prompt_token_ids))
         return values
 
-    def gap(self, handle: WeightHandle, logprobs: Sequence[Sequence[float]]) -> Tensor:
+    def gap(self, probe: Probe, logprobs: Sequence[Sequence[float]]) -> Tensor:
         """Return the absolute differences of log-probabilities, in nats.
 
         Args:
-            handle: handle of the version.
+            probe: probe of the version in use.
             logprobs: the engine's log-probability of each token except the first. An engine with fewer positions gives
                 those of the first tokens only.
         """
-        pairs = zip(handle.probe.logprobs, logprobs, strict=True)
+        pairs = zip(probe.logprobs, logprobs, strict=True)
         gap_N = torch.cat([torch.tensor(row) - torch.tensor(expected[: len(row)]) for expected, row in pairs]).abs()
         self.metrics = {
             "check_gap_mean": float(gap_N.mean()),
@@ -113,22 +122,23 @@ class EngineCheck:
         """True if rounding explains the differences. A difference that is not a number is never explained."""
         return bool(gap_N.mean() <= LIMITS[self._precision])
 
-    def error(self, handle: WeightHandle, gap_N: Tensor, marks: Sequence[dict[str, Tensor]]) -> EngineMismatch:
+    def error(self, version: int, probe: Probe, gap_N: Tensor, marks: Sequence[dict[str, Tensor]]) -> EngineMismatch:
         """Return the error that ends the run.
 
         Args:
-            handle: handle of the version.
+            version: version of the weights in use.
+            probe: its probe.
             gap_N: absolute differences in nats, larger than rounding explains.
             marks: layer marks of the engine by group of layers, for each sequence. Empty if other requests were
                 running.
         """
         summary = (
-            f"version {handle.version} of the weights has arrived, but the engine does not compute with it what the "
+            f"version {version} of the weights has arrived, but the engine does not compute with it what the "
             f"trainer computes: log-probabilities of {len(gap_N)} tokens differ by {gap_N.mean():.2g} nats on average "
             f"(largest: {gap_N.max():.2g}), where {self._precision} explains {LIMITS[self._precision]:g}"
         )
         return EngineMismatch(
-            f"{summary}. {self._place(handle.probe, marks)}. Training on its responses would be off-policy; set "
+            f"{summary}. {self._place(probe, marks)}. Training on its responses would be off-policy; set "
             "rollout.engine=hf, or rollout.check_engine_every=0 to continue without the check"
         )
 

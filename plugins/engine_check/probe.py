@@ -1,6 +1,6 @@
-"""The trainer's log-probabilities of a few random sequences, sent to the engines with each weight version.
+"""The trainer's log-probabilities of a few random sequences, sent to the engines when a check is due.
 
-Random tokens activate more experts than text does. The sequences are the same for every version.
+Random tokens activate more experts than text does. The sequences are the same in every check.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Probe:
 
 
 class EngineProbe:
-    """Makes the probe of each version, on all ranks of the policy."""
+    """Makes the probe of the current version, on all ranks of the policy."""
 
     def __init__(self, engine: TrainEngine) -> None:
         """

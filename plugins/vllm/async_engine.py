@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import pickle
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,23 +155,24 @@ class AsyncVLLMEngine(AsyncEngine):
                     await self._llm.add_lora(request)
                 digests = [adapter_digests]
             else:
-                digests = await self._llm.collective_rpc("receive_weights", args=(options.sent_bytes(handle), verify))
+                digests = await self._llm.collective_rpc("receive_weights", args=(pickle.dumps(handle), verify))
             self.received(handle, options.same_digests(digests) if verify else None)
             await self._llm.update_weight_version(str(handle.version))
             await self.resume()
-            await self._check_computation(handle)
+            if self._engine_check is not None:
+                self._engine_check.received()
 
-    async def _check_computation(self, handle: WeightHandle | None = None) -> None:
-        """Check the engine as `VLLMRolloutEngine._check_computation` does, while other requests run."""
+    async def check(self, probe: Any = None) -> None:
+        """Check the engine as `VLLMRolloutEngine.check` does, while other requests run."""
         check: Any = self._engine_check
-        if check is None or (due := check.next(handle, self._asleep)) is None:
+        if check is None or (due := check.next(probe, self._asleep)) is None:
             return
         rows = check.rows(due, self.positions)
         gap_N = check.gap(due, [await self._score(row) for row in rows])
         if check.is_explained(gap_N):
             return
         # Layer marks record all running requests, so they cannot be taken here. The error names no layer.
-        raise check.error(due, gap_N, [])
+        raise check.error(self.weight_version, due, gap_N, [])
 
     async def _score(self, tokens: list[int]) -> list[float]:
         """Return the log-probability of each token except the first."""
@@ -197,7 +199,7 @@ class AsyncVLLMEngine(AsyncEngine):
             await self._llm.wake_up(parts)
             self._awake |= set(parts)
         self._asleep = self._asleep and for_weights
-        await self._check_computation()
+        await self.check()
 
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         return options.parameters_of(self._model_path)

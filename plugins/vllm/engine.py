@@ -7,6 +7,7 @@ or other requests. With the same seed they differ from the tokens of the hf engi
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -77,23 +78,20 @@ class VLLMRolloutEngine(RolloutEngine):
                 self._llm.llm_engine.add_lora(request)
 
     def receive(self, handle: WeightHandle, verify: bool = False) -> None:
-        """See `RolloutEngine.receive`.
-
-        Raises:
-            EngineMismatch: the engine's log-probabilities differ from the trainer's with these weights.
-        """
+        """See `RolloutEngine.receive`."""
         super().receive(handle, verify)
-        self._check_computation(handle)
+        if self._engine_check is not None:
+            self._engine_check.received()
 
     def wake(self, for_weights: bool = False) -> None:
         """See `RolloutEngine.wake`. If the engine received weights while asleep, they are checked now."""
         super().wake(for_weights)
-        self._check_computation()
+        self.check()
 
-    def _check_computation(self, handle: WeightHandle | None = None) -> None:
-        """Compare the engine's log-probabilities with the trainer's, if a check is due and the engine is awake."""
+    def check(self, probe: Any = None) -> None:
+        """See `RolloutEngine.check`. A sleeping engine is checked when it wakes."""
         check: Any = self._engine_check
-        if check is None or (due := check.next(handle, self._asleep)) is None:
+        if check is None or (due := check.next(probe, self._asleep)) is None:
             return
         rows = check.rows(due, self.positions)
         gap_N = check.gap(due, self._scores(rows))
@@ -104,7 +102,7 @@ class VLLMRolloutEngine(RolloutEngine):
             self._llm.collective_rpc("mark_layers")
             self._scores([row])
             marks.append(self._llm.collective_rpc("layer_marks")[0])
-        raise check.error(due, gap_N, marks)
+        raise check.error(self.weight_version, due, gap_N, marks)
 
     def _scores(self, rows: list[list[int]]) -> list[list[float]]:
         prompts: list[Any] = [{"prompt_token_ids": row} for row in rows]
@@ -157,7 +155,7 @@ class VLLMRolloutEngine(RolloutEngine):
                 self._llm.llm_engine.add_lora(request)
             digests = [adapter_digests]
         else:
-            digests = self._llm.collective_rpc("receive_weights", args=(options.sent_bytes(handle), with_digests))
+            digests = self._llm.collective_rpc("receive_weights", args=(pickle.dumps(handle), with_digests))
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("vLLM keeps what prompts were to the old weights; nothing may be generated meanwhile")
         return options.same_digests(digests)

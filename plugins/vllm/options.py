@@ -14,9 +14,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import pickle
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,6 @@ from components.models.device import check_gpus
 from components.models.disk.meta_model import meta_model
 from components.models.gpu_share import free_share, gpu_memory
 from components.registry import find, module_of
-from components.weights.publisher import WeightHandle
 from plugins.vllm.adapters import adapter_arguments
 from plugins.vllm.config import VLLMRolloutConfig, load_fault
 
@@ -217,11 +214,6 @@ def sampling_parameters(
         flat_logprobs=True,
         detokenize=False,
     )
-
-
-def sent_bytes(handle: WeightHandle) -> bytes:
-    """Pickle a handle for vLLM's processes, which accept no objects of ours. They do not need its probe."""
-    return pickle.dumps(replace(handle, probe=None))
 
 
 def open_check(config: VLLMRolloutConfig) -> Any:

@@ -13,7 +13,7 @@ from components.batch import Batch
 from components.data.samples import compare_samples, with_correction
 from components.models.causal import token_logprobs
 from components.models.state_values import token_values
-from components.rl import advantages, group_advantages, policy_losses, returns
+from components.rl import advantages, exploration, group_advantages, returns
 from components.rl.aggregation import LossOutput, Totals, reduce_loss
 from components.rl.kl import kl_estimate
 from components.rl.masked import sequence_means, token_mean
@@ -95,7 +95,7 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: PPOConfi
         weight_N = micro["correction"]
     tokens = surrogate(output.logprob_N, micro, config)
     policy = reduce_loss(tokens, mask_N, micro.lengths, totals, config.aggregation, longest, weight_N)
-    entropy = reduce_loss(policy_losses.entropy_loss(output.entropy_N, mask_N), mask_N, micro.lengths, totals)
+    entropy = reduce_loss(exploration.entropy_loss(output.entropy_N, mask_N), mask_N, micro.lengths, totals)
     loss = policy.loss
     metrics = policy.metrics | entropy.metrics | {"policy_loss": policy.loss.detach()}
     if options.entropy_coef:

@@ -6,6 +6,7 @@ from components.batch import Batch
 from components.generate.config import SamplingConfig
 from core import Role, RoleGroup
 from training.remote_call import wait_all
+from training.run.failed_rewards import split_failed
 from training.run.policy_calls import PolicyCalls
 from training.run.policy_run import PolicyRun
 
@@ -26,10 +27,18 @@ class PPORun(PolicyRun):
         return rollouts.with_sequences(**rewards.per_sequence)
 
     def drop_failed_of_step(self, experience: Batch) -> Batch:
-        """Drop the rollouts whose reward failed, if rewards were computed together with the log-probs."""
+        """Drop and record the rollouts whose reward failed, if rewards were computed together with the log-probs.
+
+        Raises:
+            RewardError: too few rollouts are left for the optimizer steps.
+        """
         if not self.config.scores_with_experience:
             return experience  # `score` has dropped them already
-        return self.failed_rewards.drop_of_step(experience, self.tracker, self.step)
+        rewarded, failed = split_failed(experience)
+        if failed is not None:
+            self.failed_rewards.check(rewarded, failed)
+        self.failed_rewards.record(failed, rewarded, self.tracker, self.step)
+        return rewarded
 
     def put_back(self) -> None:
         """Save the current rollouts, whose rewards have failed, for the next start. The run ends after this call."""

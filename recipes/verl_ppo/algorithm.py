@@ -18,7 +18,7 @@ from components.data.minibatches import shuffled_minibatches
 from components.data.samples import compare_samples, main_branches
 from components.models.causal import token_logprobs
 from components.models.state_values import token_values
-from components.rl import advantages, correction, group_advantages, policy_losses, returns
+from components.rl import advantages, correction, exploration, group_advantages, returns
 from components.rl.aggregation import LossOutput, TokenLoss, Totals, reduce_loss
 from components.rl.kl import kl_estimate
 from components.rl.masked import chosen, sequence_means, spread, token_mean
@@ -210,7 +210,7 @@ def policy_loss(model: nn.Module, micro: Batch, totals: Totals, config: VerlPPOC
         weight_N=weight_N,
         aggregation=algorithm.policy_aggregation or algorithm.loss_aggregation,
     )
-    entropy = mean(policy_losses.entropy_loss(output.entropy_N, mask_N))
+    entropy = mean(exploration.entropy_loss(output.entropy_N, mask_N))
     loss, metrics = policy.loss, policy.metrics | entropy.metrics | {"policy_loss": policy.loss.detach()}
     if algorithm.entropy_coef:
         loss = loss + algorithm.entropy_coef * entropy.loss

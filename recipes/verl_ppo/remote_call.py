@@ -83,9 +83,9 @@ class VerlCalls(PolicyCalls):
     def sync_weights(self, version: int) -> dict[str, float]:
         """See `PolicyCalls`. Responses carry `version` from now on."""
         self.actor.call(remote_call.announce_weights, version).result()
-        published = self.actor.call(remote_call.publish_weights, version).result()
-        handle = next(handle for handle in published if handle is not None)
-        return remote_call.sync_metrics(handle, self.rollout.call(remote_call.receive_weights, handle).result())
+        handle = remote_call.published_handle(self.actor.call(remote_call.publish_weights, version))
+        engines = self.rollout.call(remote_call.receive_weights, handle).result()
+        return remote_call.sync_metrics(handle, remote_call.check_engines(engines, self.actor, self.rollout))
 
     def end(self) -> None:
         """End the job for the policy's workers, which hold published weights and engine processes."""

@@ -121,6 +121,7 @@ def role_group_calls(model: str, folder: Path) -> Calls:
             ("sleep_engine", ()),
             ("wake_engine", ()),
             ("receive_weights", ("handle",)),
+            ("check_engine", ([[-1.0]],)),
         ],
         "Reference": [
             ("load", (model,)),

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.full
 # multi_turn and reinforce_pp have grpo's roles.
 @pytest.mark.parametrize(
     ("recipe", "methods"),
-    [("openrlhf_ppo", 31), ("grpo", 18), ("verl_ppo", 22), ("reward_model", 6), ("dpo", 9)],
+    [("openrlhf_ppo", 31), ("grpo", 19), ("verl_ppo", 22), ("reward_model", 6), ("dpo", 9)],
 )
 def test_no_method_of_a_role_changes_its_arguments(
     recipe: str, methods: int, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

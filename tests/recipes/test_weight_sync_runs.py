@@ -21,6 +21,13 @@ NEW_GROUP = "create a new process group"
 """Text in the log of the broadcasting rank after the first group has lost an engine."""
 
 
+def calls(run: Run, *methods: str) -> Counter[str]:
+    """Return the number of calls of some methods of each engine."""
+    events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
+    rows = [row for row in events if row["event"] == "call" and row["role"] == "ROLLOUT"]
+    return Counter(f"{row['rank']}.{row['method']}" for row in rows if row["method"] in methods)
+
+
 @pytest.mark.nightly
 def test_every_transport_of_weights_gives_the_same_training(ray_address: str, policy: Path, tmp_path: Path) -> None:
     def start(way: str, name: str) -> Run:
@@ -30,14 +37,6 @@ def test_every_transport_of_weights_gives_the_same_training(ray_address: str, po
     def log(run: Run, worker: str) -> str:
         return (run.run_dir / "logs" / f"{worker}.log").read_text()
 
-    def syncs(run: Run) -> Counter[str]:
-        """Return the number of calls to each engine that transfer weights."""
-        events = [json.loads(line) for line in (run.run_dir / "events.jsonl").read_text().splitlines()]
-        names = [
-            f"{row['rank']}.{row['method']}" for row in events if row["event"] == "call" and row["role"] == "ROLLOUT"
-        ]
-        return Counter(name for name in names if name.endswith("weights"))
-
     expected = start("shared_memory", "shared memory").wait()
     mapped = start("ipc", "mapped").wait()
     for run in (expected, mapped):
@@ -46,7 +45,7 @@ def test_every_transport_of_weights_gives_the_same_training(ray_address: str, po
         assert LACKS not in log(run, "rollout-0") + log(run, "rollout-1")
         assert run.left_behind() == []
         # One call per sync and engine.
-        assert syncs(run) == {"0.receive_weights": 6, "1.receive_weights": 6}
+        assert calls(run, "receive_weights") == {"0.receive_weights": 6, "1.receive_weights": 6}
 
     for way in ("ipc", "broadcast"):
         struck = start(way, f"struck {way}")
@@ -62,3 +61,20 @@ def test_every_transport_of_weights_gives_the_same_training(ray_address: str, po
         assert WRITTEN not in log(struck, "actor-0")
         assert log(struck, "actor-0").count(NEW_GROUP) == (way == "broadcast")
         assert struck.left_behind() == []
+
+
+@pytest.mark.nightly
+@pytest.mark.vllm
+def test_an_engine_is_checked_at_the_first_sync_and_again_after_its_replacement(
+    ray_address: str, policy: Path, tmp_path: Path
+) -> None:
+    changed = {"rollout.engine=hf": "rollout.engine=vllm", "placement.rollout_engines=2": "rollout.cpu_cache_gb=0.1"}
+    options = [changed.get(option, option) for option in OPTIONS.split()]
+    run = Run("grpo", ray_address, tmp_path / "run", f"model.path={policy}", *options)
+    run.wait_until(lambda: len(run.metrics) >= 2)
+    os.kill(run.pids()["rollout-0"], signal.SIGKILL)
+    run.wait()
+    assert run.code == 0, run.err
+    assert len(run.starts()["rollout-0"]) == 2
+    # `check_engine_every` is 50: without the replacement there is one check in 6 steps.
+    assert calls(run, "check_engine") == {"0.check_engine": 2}

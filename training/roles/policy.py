@@ -1,7 +1,6 @@
 """Roles that train the policy and publish its weights."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -39,8 +38,6 @@ class TrainedPolicy(TrainedModel):
     """Transport of the weights to the engines, or None until the policy is loaded."""
     probe: Any = None
     """Measures the reference values that engines check themselves against, or None if they run no checks."""
-    _measured: Any = None
-    """Reference values of the newest version."""
     _newest: WeightHandle | None = None
     replay: Any = None
     """Records and replays the experts of each token, or None if `rollout.routing_replay` is off."""
@@ -121,10 +118,12 @@ class TrainedPolicy(TrainedModel):
         None: the carrier of the weights does not send, or this is not rank 0.
         """
         assert self.carrier is not None
-        # With each version, because an engine that is replaced later checks itself against this version.
-        self._measured = self.probe and self.probe.measure()
-        handle = self.carrier.announce(version)
-        return handle and replace(handle, probe=self._measured)
+        return self.carrier.announce(version)
+
+    @rpc()
+    def measure_probe(self) -> Any:
+        """Compute the log-probabilities of a few sequences for the check of an engine. All ranks take part."""
+        return self.probe.measure()
 
     @rpc(remote_call.publish_weights)
     def publish_weights(self, version: int, again: WeightHandle | None = None) -> WeightHandle | None:
@@ -150,10 +149,9 @@ class TrainedPolicy(TrainedModel):
             scale = self.engine.adapters.scale
             gathered = self.engine.gathered_adapters
         verify = self.config.rollout.verify_weight_sync
-        handle = self.carrier.publish(
+        self._newest = self.carrier.publish(
             version, gathered(), dtype=dtype, with_digests=verify, adapter_scale=scale, again=again
         )
-        self._newest = handle and replace(handle, probe=self._measured)
         return self._newest
 
     @rpc(idempotent=True)

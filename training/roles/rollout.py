@@ -74,6 +74,13 @@ class SamplingWorker(BaseWorkload):
             _log.warning("the engine lacks version %d of the weights, and will request it: %r", handle.version, error)
         return self.sampler.metrics() | {f"timing_s/sync_{part}": value for part, value in timer.seconds.items()}
 
+    @rpc(idempotent=True)
+    def check_engine(self, probe: Any) -> dict[str, float]:
+        """Compare the engine with the policy, if its check is due. Return the metrics of the engine."""
+        # Engines whose check is not due ignore the probe.
+        self.sampler.check(probe)
+        return self.sampler.metrics()
+
     @property
     def _has_received(self) -> bool:
         """True if the engine has the weights of the newest version that it was to receive."""

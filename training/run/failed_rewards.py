@@ -88,18 +88,6 @@ class FailedRewards:
             f"{UNREWARDED.format(step=step)} of the run."
         )
 
-    def drop_of_step(self, rollouts: Batch, tracker: Tracker, step: int) -> Batch:
-        """Drop the failed rollouts of a step and record them, for rewards that are computed in the training loop.
-
-        Raises:
-            RewardError: too few rollouts are left for the optimizer steps.
-        """
-        rewarded, failed = split_failed(rollouts)
-        if failed is not None:
-            self.check(rewarded, failed)
-        self.record(failed, rewarded, tracker, step)
-        return rewarded
-
 
 def split_failed(rollouts: Batch) -> tuple[Batch, Batch | None]:
     """Return the rollouts that have a reward, and those whose reward failed, or None if there are none."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from components.batch import Batch
 from components.rl.aggregation import TokenLoss
-from components.rl.policy_losses import entropy_loss, gspo_loss, ppo_loss, reinforce_loss
+from components.rl.policy_losses import gspo_loss, ppo_loss, reinforce_loss
 from components.rl.ratio_losses import cispo_loss, dppo_loss, dro_loss, geo_mean_loss, sapo_loss
 from tests.components.rl.loss_cases import LOSSES, steps
 from tests.messages import says
@@ -346,13 +346,3 @@ def test_the_divergence_is_precise_for_a_nearly_certain_token() -> None:
     for limit, dropped in ((0.149, 1.0), (0.152, 0.0)):
         actual = dppo_loss(*arguments, divergence="kl", clip_low=limit, clip_high=limit)
         assert actual.metrics["clip_frac"].tolist() == [dropped]
-
-
-def test_the_entropy_loss_is_the_negative_entropy() -> None:
-    entropy_N = torch.tensor([0.5, math.nan, 2.0], requires_grad=True)
-    actual = entropy_loss(entropy_N, torch.tensor([True, False, True]))
-    assert actual.loss_N.tolist() == [-0.5, 0.0, -2.0]
-    assert actual.metrics["entropy"].tolist() == [0.5, 0.0, 2.0]
-    actual.loss_N.sum().backward()
-    assert entropy_N.grad is not None
-    assert entropy_N.grad.tolist() == [-1.0, 0.0, -1.0]

@@ -17,7 +17,8 @@ from components.models.packing.layout import layout_of
 from components.models.state_values import token_values
 from components.models.value_model import load_value_model
 from components.rl.aggregation import Aggregation, LossOutput, TokenLoss, Totals, reduce_loss
-from components.rl.policy_losses import entropy_loss, gspo_loss, ppo_loss
+from components.rl.exploration import entropy_loss
+from components.rl.policy_losses import gspo_loss, ppo_loss
 from tests.components.helpers import train_cases as cases
 from tests.components.helpers.device_reads import MetaEngine, counted_reads
 

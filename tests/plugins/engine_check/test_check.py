@@ -30,43 +30,59 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_family("qwen2_moe", tmp_path_factory.mktemp("check") / "model")
 
 
-def handle_of(version: int, probe: Probe | None) -> WeightHandle:
-    return replace(WeightHandle(version, "", 0), probe=probe)
-
-
 def probe_of(logprobs: list[list[float]]) -> Probe:
     return Probe([[3, 4, 5], [6, 7, 8]], logprobs, {})
 
 
 def test_the_first_and_every_nth_later_version_are_checked() -> None:
     check, probe = EngineCheck(3, "float32"), probe_of([])
-    due = [check.next(handle_of(version, probe), False) for version in range(1, 8)]
-    assert [None if each is None else each.version for each in due] == [1, None, None, 4, None, None, 7]
+    checked = []
+    for version in range(1, 8):
+        check.received()
+        if "check_due" in check.metrics:
+            assert check.next(probe, False) is probe
+            checked.append(version)
+        # Other engines' probes change nothing.
+        assert check.next(probe, False) is None
+        assert "check_due" not in check.metrics
+    assert checked == [1, 4, 7]
+
+
+def test_a_check_that_got_no_probe_remains_due() -> None:
+    check, probe = EngineCheck(3, "float32"), probe_of([])
+    check.received()
+    check.received()
+    assert check.metrics == {"check_due": 1.0}
+    assert check.next(None, False) is None
+    assert check.next(probe, False) is probe
+    assert check.metrics == {}
 
 
 def test_a_sleeping_engine_is_checked_with_the_newest_version_when_it_wakes() -> None:
-    check, probe = EngineCheck(50, "float32"), probe_of([])
-    assert check.next(handle_of(1, None), True) is None
-    assert check.next(handle_of(1, probe), True) is None
-    assert check.next(handle_of(2, probe), True) is None
-    woken = check.next(None, False)
-    assert woken is not None
-    assert woken.version == 2
+    check, old_probe, new_probe = EngineCheck(50, "float32"), probe_of([]), probe_of([])
+    check.received()
+    assert check.next(old_probe, True) is None
+    assert check.metrics == {}
+    check.received()
+    assert check.metrics == {"check_due": 1.0}
+    assert check.next(None, False) is None
+    assert check.next(new_probe, True) is None
+    assert check.next(None, False) is new_probe
     assert check.next(None, False) is None
 
 
 def test_differences_beyond_the_precision_and_nan_are_unexplained() -> None:
-    handle = handle_of(1, probe_of([[-1.0, -2.0], [-3.0, -4.0]]))
+    probe = probe_of([[-1.0, -2.0], [-3.0, -4.0]])
     for dtype, limit in LIMITS.items():
         check = EngineCheck(1, dtype)
         assert check.metrics == {}
         # An engine with few positions computes only the first tokens.
-        assert check.is_explained(check.gap(handle, [[-1.0, -2.0 - limit], [-3.0]]))
+        assert check.is_explained(check.gap(probe, [[-1.0, -2.0 - limit], [-3.0]]))
         assert check.metrics["check_gap_limit"] == limit
         assert check.metrics["check_gap_max"] == pytest.approx(limit, rel=1e-3)
         assert check.metrics["check_gap_mean"] == pytest.approx(limit / 3, rel=1e-3)
-        assert not check.is_explained(check.gap(handle, [[-1.0, -2.0], [-3.0, -4.0 - 5 * limit]]))
-        assert not check.is_explained(check.gap(handle, [[-1.0, float("nan")], [-3.0, -4.0]]))
+        assert not check.is_explained(check.gap(probe, [[-1.0, -2.0], [-3.0, -4.0 - 5 * limit]]))
+        assert not check.is_explained(check.gap(probe, [[-1.0, float("nan")], [-3.0, -4.0]]))
 
 
 @pytest.mark.parametrize(
@@ -131,17 +147,18 @@ def engine(model: Path, trainer: TrainEngine) -> Iterator[Any]:
 
 
 @pytest.fixture
-def publish(trainer: TrainEngine, tmp_path: Path, engine: Any) -> Callable[[], WeightHandle]:
-    """Return a function that changes every parameter of the trainer, and publishes them with a probe."""
+def sync(trainer: TrainEngine, tmp_path: Path, engine: Any) -> Callable[[], None]:
+    """Return a function that changes every parameter of the trainer, sends them, and has the engine checked."""
     publisher = WeightPublisher(tmp_path / "weights")
 
-    def publish() -> WeightHandle:
+    def sync() -> None:
         version = engine.weight_version + 1
         change(trainer.model, version)
-        handle = publisher.publish(version, trainer.gathered_parameters())
-        return replace(handle, probe=EngineProbe(trainer).measure())
+        engine.receive(publisher.publish(version, trainer.gathered_parameters()))
+        assert engine.metrics()["check_due"] == 1
+        engine.check(EngineProbe(trainer).measure())
 
-    return publish
+    return sync
 
 
 def swap_experts(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
@@ -164,9 +181,9 @@ def keep_final_norm(old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
 @pytest.mark.full
 @pytest.mark.vllm
 def test_planted_faults_are_found_at_the_sync_and_the_group_of_layers_is_named(
-    engine: Any, publish: Callable[[], WeightHandle], monkeypatch: pytest.MonkeyPatch
+    engine: Any, sync: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.receive(publish())
+    sync()
     (worker_model,) = engine._llm.collective_rpc(lambda worker: worker.model_runner.model)
     load = engine._load
     for fault, group in (
@@ -184,6 +201,6 @@ def test_planted_faults_are_found_at_the_sync_and_the_group_of_layers_is_named(
 
         monkeypatch.setattr(engine, "_load", faulty_load)
         with pytest.raises(EngineMismatch, match=says("float32", group, "rollout.engine=hf")):
-            engine.receive(publish())
+            sync()
         monkeypatch.setattr(engine, "_load", load)
-        engine.receive(publish())
+        sync()
