@@ -360,7 +360,7 @@ def test_site_search_finds_a_page_by_an_option_name(site: Path, name: str) -> No
 def test_api_pages_have_the_docstrings_of_their_objects(site: Path) -> None:
     for page, name in {
         "core": "core.workload.BaseWorkload",
-        "batch": "components.batch.Batch.group_by",
+        "batch": "components.batch.Batch.concat",
         "rl": "components.rl.advantages.group_norm",
         "engines": "components.generate.opening.open_rollout_engine",
         "run": "training.run.policy_run.PolicyRun.end_step",
