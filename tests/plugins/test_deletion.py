@@ -19,6 +19,7 @@ SAMPLE = ("vllm", "alarms")
 """Plug-ins that the full tier deletes; the nightly one deletes all."""
 
 NAMED_BY: dict[str, list[str]] = {
+    "best_policy": ["grpo", "checkpoint.export=best"],
     "data_files": ["grpo", "data.path=somebody/rows"],
     "data_rows": ["grpo"],
     "deepspeed": ["grpo", "train.engine=deepspeed"],

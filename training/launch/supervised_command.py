@@ -214,7 +214,7 @@ def arithmetic(config: SupervisedOptions, count: int) -> str:
     held = 0 if evaluation.path else evaluation.held_out
     if count <= held:
         return f"none: evaluation.held_out={held} holds out all {count} {rows}"
-    steps = train.epochs * -(-(count - held) // train.batch_size)
+    steps = config.steps(count - held)
     return (
         f"{steps} optimizer steps of {train.batch_size} {rows}: {count - held} {rows} x {train.epochs} epochs, {held} "
         f"held out; in micro-batches of at most {train.max_tokens} tokens on each of {config.placement.ranks} processes"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from components.ranges import Count, Positive
 from training.options.run_options import Steps
-from training.options.schema import Options
+from training.options.schema import Options, of_plugin
 from training.run.checkpoint import Checkpoints
 
 
@@ -27,6 +28,10 @@ class CheckpointOptions(Options, group="checkpoint"):
     """Folder of the checkpoints. Default: run_dir/checkpoints."""
     export_path: str | None = None
     """Additional folder for the trained policy. By default the policy is only in the checkpoints."""
+    export: Literal["last", "best"] = of_plugin("best_policy", "last")
+    """Step that is exported to export_path: the last one, or the one with the best score on held-out data, by
+    evaluation.best_metric in RL and by accuracy or loss in supervised recipes. `best` writes a checkpoint for each new
+    best step."""
 
     def store(self, run_dir: str, least_bytes: int = 0) -> Checkpoints:
         """Return the checkpoint store of a run.

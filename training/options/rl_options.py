@@ -155,6 +155,8 @@ class RLOptions(RunOptions):
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""
         yield from super().faults()
+        if self.checkpoint.export != "last":
+            yield from load("export check", self.checkpoint.export, "checkpoint.export")(self)
         for name, value in (("model.path", self.model.path), ("data.path", self.data.path)):
             if not value:
                 yield f"{name} is empty; set {name}=..., or run without options for the demonstration"

@@ -10,7 +10,7 @@ from components.data.mixture import Note, mixer, source_names
 from components.data.sources import check_sources, is_drawn
 from components.models.attention import choose_attention
 from components.ranges import Count, CountFromZero
-from components.registry import require
+from components.registry import load, require
 from components.train.config import TrainConfig
 from training.options.checkpoint_options import CheckpointOptions
 from training.options.log_options import LogOptions
@@ -156,6 +156,8 @@ class SupervisedOptions(RunOptions):
 
     seed: Seed = 42
     """Random seed of the held-out selection, of the order of the examples, and of newly initialised weights."""
+    max_steps: Count | None = None
+    """Maximum number of optimizer steps. By default the number of examples and train.epochs determine it."""
     model: Any = field(default_factory=ModelOptions)
     """ModelOptions, or a recipe's own subclass."""
     data: Any = field(default_factory=ExampleOptions)
@@ -174,11 +176,18 @@ class SupervisedOptions(RunOptions):
             if not value:
                 yield f"{name} is empty; set {name}=..., or run without options for the demonstration"
         yield from self.parallel.combination_faults(self.train)
+        if self.checkpoint.export != "last":
+            yield from load("export check", self.checkpoint.export, "checkpoint.export")(self)
         if self.train.batch_size < self.placement.ranks:
             yield (
                 f"train.batch_size={self.train.batch_size} is too small for {self.placement.ranks} ranks; raise it, "
                 f"because each rank needs {self.EXAMPLES} of every optimizer step"
             )
+
+    def steps(self, examples: int) -> int:
+        """Return the number of optimizer steps for a number of examples."""
+        steps = self.train.epochs * -(-examples // self.train.batch_size)
+        return min(steps, self.max_steps or steps)
 
     def resolved(self: C, gpus: int) -> C:
         """Return the options with all automatic values resolved.

@@ -163,6 +163,10 @@ class Checkpoints:
         """
         return named_step(self.folder, LATEST)
 
+    def best(self) -> Path | None:
+        """Return the step folder that `best` names, or None; see `latest`."""
+        return named_step(self.folder, BEST)
+
     def prune(self) -> None:
         """Remove the oldest steps beyond the limits, but never the latest or the best.
 

@@ -43,9 +43,11 @@ class Epochs:
     def of(cls, config: SupervisedOptions, batch: Batch) -> Epochs:
         """Create the minibatches of a run with these options."""
         train = config.train
-        return cls(
+        epochs = cls(
             batch, batch_size=train.batch_size, epochs=train.epochs, seed=config.seed, group_size=config.GROUP_SIZE
         )
+        epochs.steps = config.steps(len(batch) // config.GROUP_SIZE)
+        return epochs
 
     def minibatch(self, step: int) -> Batch:
         """Return the sequences of an optimizer step. Steps are counted from 1."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from components.batch import Batch
@@ -61,7 +60,7 @@ class Evaluation:
             return {}
         self.scores["start"] = self.evaluate()
         # Called for its check: an unknown best_metric_key should fail now, not after the first step.
-        self._deciding(self.scores["start"])
+        self.deciding(self.scores["start"])
         return self.scores["start"]
 
     def at_step(self, step: int) -> dict[str, float]:
@@ -107,7 +106,7 @@ class Evaluation:
 
     def is_best(self, metrics: Mapping[str, float], step: int = 0) -> bool:
         """Return True if the metrics of a step are the best so far. A step that was not evaluated is never the best."""
-        score = self._deciding(metrics)
+        score = self.deciding(metrics)
         # A tie keeps the earlier step, so that its checkpoint need not be written again.
         if score is None or (self.best is not None and score[1] <= self.best[1]):
             return False
@@ -115,7 +114,7 @@ class Evaluation:
         self.best_step = step
         return True
 
-    def _deciding(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
+    def deciding(self, metrics: Mapping[str, float]) -> tuple[str, float] | None:
         """Return name and value of the metric that decides the best step. None if there was no evaluation."""
         heldout = {name.removeprefix("eval/"): value for name, value in metrics.items() if name.startswith("eval/")}
         if self.prompts is None or not heldout:
@@ -143,32 +142,6 @@ class Evaluation:
                 changes.append(f"{label} {' -> '.join(measured)}")
         self.info(f"score on {len(self.prompts)} held-out prompts: {', '.join(changes)}")
         return summary
-
-    def verdict(self, checkpoints: Path) -> str:
-        """Return a warning if the run ends with a lower score than its best step or its start, else an empty string.
-
-        Args:
-            checkpoints: folder of the run's checkpoints.
-        """
-        start = self.scores.get("start", {})
-        end = self.scores.get("end", {})
-        last = self._deciding(end)
-        if last is None:
-            return ""
-        first = self._deciding(start)
-        warnings: list[str] = []
-        # A best step of 0 is the initial model. The second sentence reports that case.
-        if self.best is not None and self.best_step > 0 and self.best[1] > last[1]:
-            folder = checkpoints / f"step_{self.best_step}"
-            where = ", of which there is no checkpoint"
-            if folder.is_dir():
-                where = f": {folder}/hf"
-            warnings.append(f"the best policy is that of step {self.best_step}, {last[0]} {self.best[1]:.3f}{where}")
-        if first is not None and last[1] < first[1]:
-            warnings.append(
-                f"the end ({last[1]:.3f}) is worse than the start ({first[1]:.3f}): lower train.learning_rate"
-            )
-        return "; ".join(warnings)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for `load_state_dict`."""

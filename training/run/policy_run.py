@@ -14,11 +14,12 @@ from components.batch import Batch
 from components.data.samples import add_rewards, for_samples, main_branches, policy_inputs, with_status
 from components.data.shown import described
 from components.generate.config import SamplingConfig
-from components.registry import load
+from components.registry import find, load
 from components.rewards.opening import open_reward
 from training.run.evaluation import Evaluation
 from training.run.failed_rewards import FailedRewards, split_failed
 from training.run.policy_calls import PolicyCalls
+from training.run.policy_checkpoints import PolicyCheckpoints
 from training.run.prompts import describe_prompts, read_prompts, unused_template
 from training.run.queue import Stateful, open_queue
 from training.run.rollouts import check_staleness, record_step, rollout_metrics
@@ -64,7 +65,9 @@ class PolicyRun(Run[Batch]):
     a checkpoint if there is one.
     """
 
+    CHECKPOINTS = PolicyCheckpoints
     config: RLOptions
+    checkpoints: PolicyCheckpoints  # pyright: ignore[reportIncompatibleVariableOverride] (set once)
     _has_shown_episode = False
     _failed: Batch | None = None
     """Rollouts without a reward of the step that was generated last."""
@@ -295,15 +298,14 @@ class PolicyRun(Run[Batch]):
 
     def _sum_up(self) -> None:
         """Export the policy, and report its scores at the start and at the end."""
-        if self.config.checkpoint.export_path:
-            self.export(Path(self.config.checkpoint.export_path).expanduser())
         score = self.evaluation.finish(self.step)
         # `finish` may have evaluated this step only now, if it was not known to be the last.
         if self.evaluation.is_best(self.evaluation.scores.get("end", {}), self.step):
             self.checkpoints.store.mark_best(self.step)
+        self.export_trained()
         self.note_end("policy", score=score)
-        if verdict := self.evaluation.verdict(self.checkpoints.store.folder):
-            self.info(verdict)
+        if verdict := find("evaluation", "verdict"):
+            verdict(self)
 
     # --- before the first step
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from components.registry import find
+from components.registry import find, load
 from training.run.checkpoint_size import checkpoint_bytes
 from training.run.phase_clock import PhaseClock
 from training.run.progress import Progress, RunCheckpoints
@@ -28,6 +28,8 @@ Item = TypeVar("Item")
 class Run(Generic[Item]):
     """Owns the run folder, the checkpoints and the step counter of a trainer. See its subclasses."""
 
+    CHECKPOINTS: ClassVar[type[RunCheckpoints]] = RunCheckpoints
+    """Class of the checkpoints."""
     config: Any
     stream: RolloutQueue[Item]
     checkpoints: RunCheckpoints
@@ -92,7 +94,7 @@ class Run(Generic[Item]):
         """
         config = self.config
         self.stream = stream
-        self.checkpoints = RunCheckpoints(
+        self.checkpoints = self.CHECKPOINTS(
             store=config.checkpoint.store(config.run_dir, checkpoint_bytes(config)),
             stream=stream,
             parts={**parts, "progress": self.progress},
@@ -137,6 +139,18 @@ class Run(Generic[Item]):
     def note_stop(self) -> None:
         """Report that the run was stopped, and how to resume it."""
         self.info(f"stopped after step {self.step} of {self.steps}; set run_dir={self.config.run_dir} to continue")
+
+    def export_trained(self) -> None:
+        """Export the model of the last or the best step to `checkpoint.export_path`, if that is set."""
+        options = self.config.checkpoint
+        if options.export_path:
+            # The plug-in copies a checkpoint. The last step is still in memory.
+            export = type(self).export if options.export == "last" else load("export", options.export)
+            export(self, Path(options.export_path).expanduser())
+
+    def export(self, folder: Path) -> None:
+        """Save the model and the tokenizer in a folder that `from_pretrained` loads."""
+        raise NotImplementedError(f"{type(self).__name__} exports no model; define export(folder)")
 
     def note_end(self, kind: str, **summary: Any) -> None:
         """Record speed and training time in the summary, and report the path of the trained model."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from components.batch import Batch
+from components.registry import load
 from training.run.epochs import Epochs
 from training.run.queue import RolloutQueue
 from training.run.run import Run
@@ -99,7 +100,7 @@ class SupervisedRun(Run[Batch]):
             self.tracker.log(self.step, logged, steps=self.steps)
         self.note_first_step()
         self._note_progress()
-        self.checkpoints.save_when_due()
+        self.checkpoints.save_when_due(self._is_best(logged))
 
     def finish(self) -> None:
         """Save the last checkpoint, write the summary, and close the tracker."""
@@ -162,13 +163,18 @@ class SupervisedRun(Run[Batch]):
         self.evaluations = {"start": metrics} | self.evaluations | {"end": metrics}
         return {f"eval/{name}": value for name, value in metrics.items()}
 
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Return True if the best step is exported, and a step with these metrics is the best so far."""
+        if self.config.checkpoint.export == "last":
+            return False
+        return load("best step", "heldout")(self.evaluations, metrics, self.step)
+
     def _note_progress(self) -> None:
         self.tracker.update_summary(steps=self.step, seconds={"training": self.progress.seconds})
 
     def _sum_up(self) -> None:
         """Export the model, and report the change of its accuracy if it is measured."""
-        if self.config.checkpoint.export_path:
-            self.export(Path(self.config.checkpoint.export_path).expanduser())
+        self.export_trained()
         accuracy = {when: metrics["accuracy"] for when, metrics in self.evaluations.items() if "accuracy" in metrics}
         count = self._examples(self.data.heldout)
         score = None

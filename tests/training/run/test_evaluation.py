@@ -1,7 +1,6 @@
 """Scores on held-out prompts over a run."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -154,40 +153,6 @@ def test_a_resumed_run_restores_the_scores_without_sampling_again() -> None:
     assert second.finish(7) == first.finish(7)
     assert len(policy.asked) == requests
     assert not second.is_best(second.scores["end"])
-
-
-def ended(scores: list[float], steps: list[int]) -> Evaluation:
-    """Return the evaluation of a run with these scores, the first at its start and the last after its end."""
-    evaluation = heldout(Policy(), [], prompts())
-    for step, score in zip(steps, scores, strict=True):
-        metrics = {"eval/score": score}
-        evaluation.scores["end" if step else "start"] = metrics
-        evaluation.is_best(metrics, step)
-    return evaluation
-
-
-def test_the_end_names_the_best_policy_and_its_checkpoint_if_one_exists(tmp_path: Path) -> None:
-    evaluation = ended([0.476, 0.54, 0.148], [0, 2, 4])
-    said = evaluation.verdict(tmp_path)
-    assert re.search(says("step 2", "0.540", "no checkpoint", "0.148", "worse than the start", "0.476"), said)
-    assert "train.learning_rate" in said
-    (tmp_path / "step_2").mkdir()
-    assert f"{tmp_path}/step_2/hf" in evaluation.verdict(tmp_path)
-
-
-def test_the_verdict_omits_a_worse_start_and_is_empty_if_the_last_step_is_best(tmp_path: Path) -> None:
-    (tmp_path / "step_2").mkdir()
-    said = ended([0.2, 0.54, 0.4], [0, 2, 4]).verdict(tmp_path)
-    assert re.search(says("step 2", "0.540", f"{tmp_path}/step_2/hf"), said)
-    assert "start" not in said
-    assert ended([0.2, 0.54], [0, 2]).verdict(tmp_path) == ""
-    assert ended([0.2], [0]).verdict(tmp_path) == ""
-
-
-def test_the_initial_model_is_not_reported_as_the_best_step(tmp_path: Path) -> None:
-    said = ended([0.5, 0.4], [0, 2]).verdict(tmp_path)
-    assert re.search(says("worse than the start", "0.400", "0.500"), said)
-    assert "step" not in said
 
 
 def test_an_evaluation_without_prompts_has_no_metrics() -> None:

@@ -20,7 +20,8 @@ from components.batch import Batch
 from tests.messages import says
 from training.run.checkpoint import CheckpointError, Checkpoints
 from training.run.phase_clock import PhaseClock
-from training.run.progress import Progress, RunCheckpoints
+from training.run.policy_checkpoints import PolicyCheckpoints
+from training.run.progress import Progress
 from training.run.queue import open_queue
 
 
@@ -150,7 +151,7 @@ class Box:
         self.fault: OSError | None = None
         self.stream = open_queue(lambda step: step, steps)
         self.progress = Progress()
-        self.checkpoints = RunCheckpoints(
+        self.checkpoints = PolicyCheckpoints(
             store=Checkpoints(folder),
             stream=self.stream,
             parts={"progress": self.progress},
@@ -296,7 +297,7 @@ class Ahead:
         all_sources = {"prompts": self.prompts, **sources}
         self.stream = open_queue(self.generate, 5, 2, sources=all_sources, metrics=lambda: {"nan": math.nan})
         self.said: list[str] = []
-        self.checkpoints = RunCheckpoints(
+        self.checkpoints = PolicyCheckpoints(
             store=Checkpoints(folder),
             stream=self.stream,
             parts={},
