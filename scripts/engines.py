@@ -62,7 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
         # The run counts from its own target, which another command may have changed since.
         deadline = time.monotonic() + options.within
         reason = f"not reached within {options.within:g} s"
-        while len(state.engines) != target and time.monotonic() < deadline:
+        # Until the request is taken, the number may be right by chance: an engine may be starting again.
+        while (state.target, len(state.engines)) != (target, target) and time.monotonic() < deadline:
             time.sleep(POLL_S)
             state = read_state(options.run)
             # A run that ends does not take the request, so the number would never be reached.
@@ -73,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
             if state.note and state.note != before.note:
                 reason = state.note
                 break
-        if len(state.engines) != target:
+        if (state.target, len(state.engines)) != (target, target):
             print(f"{options.run}: {target} engines were requested: {reason}", file=sys.stderr)
             return 1
     print(f"{len(state.engines)} of {state.target} engines: {' '.join(state.engines)}")
