@@ -5,6 +5,7 @@ Nothing here imports torch, unless a model other than a demonstration's has to b
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 from components.models.sources import is_made
 from components.net.hub import WEIGHTS, ModelNotFound, find_model
-from components.registry import load
+from components.registry import find, load
 from training.launch.command import Command
 from training.launch.machines import is_this_machine
 from training.launch.plan import Plan
@@ -35,13 +36,25 @@ def show_plan(command: Command[Any], plan: Plan) -> None:
         fault = error
         if not is_this_machine():
             plan.notes = [*plan.notes, f"with the models and data of this machine it would be refused: {error}"]
+    # Data that cannot be read have no lengths.
+    text = plan.json() if fault is not None else _with_speed(command, plan)
     emit: str = plan.config.emit
-    print(plan.json() if emit == "none" else load("manifest", emit, f"emit={emit}")(plan))
+    print(text if emit == "none" else load("manifest", emit, f"emit={emit}")(plan))
     plan.check_and_show(always=True)
     if fault is None:
         _show_first(command, plan)
     elif is_this_machine():
         raise fault
+
+
+def _with_speed(command: Command[Any], plan: Plan) -> str:
+    """Return the plan as JSON with the predicted speed, if a plug-in predicts it. Its text is added to the notes."""
+    predict = find("speed prediction", "plan")
+    prediction = None if predict is None else predict(command, plan)
+    if prediction is None:
+        return plan.json()
+    plan.notes = [*plan.notes, prediction.line(plan.step_count)]
+    return json.dumps({**json.loads(plan.json()), **prediction.fields()}, indent=2)
 
 
 def _show_first(command: Command[Any], plan: Plan) -> None:

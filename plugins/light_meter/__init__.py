@@ -3,4 +3,5 @@
 PROVIDES = {
     "progress": {"bounds": "progress:BoundProgress"},
     "run observer": {"limits": "observer:LimitsObserver"},
+    "speed prediction": {"plan": "predict:predicted"},
 }

@@ -25,11 +25,25 @@ _OPTIMIZER_BYTES = 28
 class Speed(Protocol):
     """Speed of a machine, as the plug-in `machine_speed` provides it."""
 
-    device: str
-    source: str
-    host_copy: float
-    disk: float
-    network: float
+    @property
+    def source(self) -> str:
+        """`measured` or `table`."""
+        ...
+
+    @property
+    def host_copy(self) -> float:
+        """Bytes per second of a copy in host memory."""
+        ...
+
+    @property
+    def disk(self) -> float:
+        """Bytes per second of a write to the disk."""
+        ...
+
+    @property
+    def network(self) -> float:
+        """Bytes per second to another process or GPU."""
+        ...
 
     def peak(self, precision: str, threads: int) -> float:
         """Return operations per second of large products."""
