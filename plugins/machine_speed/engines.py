@@ -6,7 +6,6 @@ The models have random weights and sizes of their own. The time of a run follows
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from components.models.loading import load_policy
 from components.rl.aggregation import LossOutput, Totals
 from components.train.config import TrainConfig, default_engine
 from components.train.opening import open_engine
+from plugins.machine_speed.clock import fastest_seconds, is_alone
 from plugins.machine_speed.layers import DECODE, FORWARD, TRAIN, EngineSpeed, Passes, Point
 
 WIDTHS = (64, 192, 512)
@@ -133,14 +133,4 @@ def _generate(engine: HFRolloutEngine, rows: int, new: int, vocabulary: int) -> 
 
 
 def _fastest(act: Callable[[], object]) -> float:
-    """Return the seconds of the fastest call. Other programs only make calls slower, so it is the steadiest number."""
-    # With one thread, the time of the thread leaves out the time in which other programs had the core.
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
-    act()  # allocates memory
-    seconds: list[float] = []
-    began = time.perf_counter()
-    while len(seconds) < 3 or time.perf_counter() - began < _BUDGET_S:
-        start = clock()
-        act()
-        seconds.append(clock() - start)
-    return min(seconds)
+    return fastest_seconds(act, _BUDGET_S, is_alone("cpu"))

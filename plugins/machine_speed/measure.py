@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import statistics
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 
 from components.net.hub import cache_root
 from core.placement import detect_devices
+from plugins.machine_speed.clock import fastest_seconds, is_alone
 from plugins.machine_speed.engines import measure_engines
 from plugins.machine_speed.layers import EngineSpeed
 from plugins.machine_speed.speed import MachineSpeed, device_name
@@ -23,7 +22,6 @@ DTYPES = ("float32", "bfloat16")
 """Dtypes of the products of a training."""
 SETS = (2**18, 2**21, 2**24, 2**28)
 """Working sets in bytes on a CPU, from the cache of a core to the memory."""
-_BUDGET_S = 0.25
 _MB = 2**20
 
 
@@ -70,29 +68,11 @@ def measure_speed(info: Callable[[str], None] = lambda _: None, engine_threads: 
     )
 
 
-def median_seconds(act: Callable[[], object], budget_s: float = _BUDGET_S, least: int = 3) -> float:
-    """Return the median seconds of calls within a time budget, after one call that is not measured.
-
-    Args:
-        act: function to measure. On a GPU it must wait for its kernels.
-        budget_s: time after which no further call begins.
-        least: minimum number of calls, whatever they take.
-    """
-    act()  # allocates, and starts threads
-    seconds: list[float] = []
-    began = time.perf_counter()
-    while len(seconds) < least or time.perf_counter() - began < budget_s:
-        start = time.perf_counter()
-        act()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
-
-
 def product_rate(device: str, dtype: str) -> float:
     """Return the operations per second of a large square product."""
     size = 8192 if device == "cuda" else 768
     left, right = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
-    return 2 * size**3 / median_seconds(_waited(lambda: left @ right, device))
+    return 2 * size**3 / fastest_seconds(_waited(lambda: left @ right, device), of_thread=is_alone(device))
 
 
 def read_rate(device: str, size: int) -> float:
@@ -107,14 +87,14 @@ def read_rate(device: str, size: int) -> float:
         for _ in range(rounds):
             torch.mv(matrix, vector)
 
-    return rounds * size / median_seconds(_waited(read, device))
+    return rounds * size / fastest_seconds(_waited(read, device), of_thread=is_alone(device))
 
 
 def copy_rate() -> float:
     """Return the bytes per second of a copy in host memory."""
     source = torch.ones(64 * _MB // 4)
     target = torch.empty_like(source)
-    return source.nbytes / median_seconds(lambda: target.copy_(source))
+    return source.nbytes / fastest_seconds(lambda: target.copy_(source))
 
 
 def write_rate(folder: Path) -> float:
@@ -129,7 +109,7 @@ def write_rate(folder: Path) -> float:
             file.flush()
             os.fsync(file.fileno())
 
-        return len(content) / median_seconds(write)
+        return len(content) / fastest_seconds(write)
 
 
 def loopback_rate() -> float:
@@ -147,7 +127,7 @@ def loopback_rate() -> float:
                     left -= len(receiver.recv(min(left, _MB)))
                 thread.join()
 
-            return len(content) / median_seconds(send)
+            return len(content) / fastest_seconds(send)
 
 
 def _waited(act: Callable[[], object], device: str) -> Callable[[], object]:

@@ -23,7 +23,7 @@ MOST_BYTES = 1_900_000
 MAX_DIFFERENCES = 40
 ASSETS = Path(__file__).parent / "assets"
 STYLES = ("uPlot.min.css", "style.css")
-SCRIPTS = ("uPlot.min.js", "data.js", "curves.js", "timeline.js", "rollouts.js", "page.js")
+SCRIPTS = ("uPlot.min.js", "data.js", "curves.js", "timeline.js", "bounds.js", "rollouts.js", "page.js")
 _ENDINGS = {"finished": "finished", "failed": "failed", "stopped": "was stopped"}
 """Final status of a run -> verb of the sentence about it."""
 

@@ -49,7 +49,7 @@ function changedPart(data) {
 }
 
 function fillNav(data, parts) {
-  const names = { outcome: "Outcome", changed: data.differs ? "Differences" : "Options", curves: "Curves", timeline: "Timeline", memory: "Memory", rollouts: "Rollouts" };
+  const names = { outcome: "Outcome", changed: data.differs ? "Differences" : "Options", curves: "Curves", timeline: "Timeline", limits: "Limits", memory: "Memory", rollouts: "Rollouts" };
   const toggle = el("button", { type: "button", id: "theme", title: "Key d", onclick: () => setTheme(theme() === "dark" ? "light" : "dark") });
   repainted(() => { toggle.textContent = theme() === "dark" ? "Light" : "Dark"; toggle.setAttribute("aria-label", `Switch to the ${theme() === "dark" ? "light" : "dark"} colours`); });
   document.getElementById("nav").append(...parts.map((part) => el("a", { href: `#${part.id}` }, names[part.id])), el("span", { class: "gap" }), toggle, el("button", { type: "button", title: "Key ?", onclick: openHelp }, "Keys"));
@@ -84,7 +84,7 @@ async function begin() {
   try {
     const data = await unpack();
     document.title = `${data.runs.map((run) => run.name).join(", ")} · run report`;
-    const parts = [outcomePart, changedPart, curvesPart, timelinePart, memoryPart, rolloutsPart].map((make) => make(data)).filter(Boolean);
+    const parts = [outcomePart, changedPart, curvesPart, timelinePart, boundsPart, memoryPart, rolloutsPart].map((make) => make(data)).filter(Boolean);
     main.replaceChildren(...parts, el("footer", {}, `Written ${data.made}. This file holds all that it shows and asks no network for anything.`));
     fillNav(data, parts);
     document.addEventListener("keydown", onKey);

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from plugins.demo.tasks import TASKS
+from plugins.demo.tiny_model import character_tokenizer
 from recipes.grpo.main import read_config
 from tests.components.conftest import write_model
 
@@ -44,3 +46,11 @@ def config(model: Path) -> Any:
     rollout, _ = requested.rollout.chosen(0, str(model), 1.0)
     placement = replace(requested.placement, actor_ranks=1, rollout_engines=1)
     return replace(requested, rollout=rollout, placement=placement, train=requested.train.resolved(0))
+
+
+@pytest.fixture(scope="session")
+def model_with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model for the task `sort`."""
+    folder = write_model(tmp_path_factory.mktemp("light") / "sort", seed=1, tied=True)
+    character_tokenizer(TASKS["sort"].alphabet).save_pretrained(folder)
+    return folder
