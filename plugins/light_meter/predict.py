@@ -13,7 +13,6 @@ from components.registry import find
 from plugins.light_meter.bounds import SYNC, Limits
 from plugins.light_meter.work import Lengths, Work
 from training.launch.plan import Plan
-from training.tracking.metrics import canonical_name
 from training.tracking.serialization import json_lines
 
 CALL_S = 4e-3
@@ -25,6 +24,8 @@ REWARD_S = 1e-5
 """Seconds of a rule-based reward, for each response."""
 READ_PROMPTS = 100
 """Number of prompts that are tokenized for their mean length."""
+_LENGTH = ("rollout/response_length", "response_length/mean")
+"""Names of the mean length of responses, ours and verl's."""
 MEASURED_HIDDEN = 64
 """Hidden size of the model with which the seconds of a logit were measured."""
 
@@ -195,8 +196,7 @@ def _response_tokens(config: Any) -> tuple[float, str]:
     path = Path(config.run_dir) / "metrics.jsonl"
     if path.is_file():
         for record in json_lines(path):
-            by_name = {canonical_name(name): value for name, value in record.items()}
-            last = float(by_name.get("rollout/response_length", last))
+            last = float(next((record[name] for name in _LENGTH if name in record), last))
     if last:
         return last, f"measured in {config.run_dir}"
     return float(config.rollout.max_new_tokens), "the maximum; run_dir=RUN takes the mean of a run"
