@@ -67,47 +67,6 @@ class ModelSize:
         """Number of parameters outside of layers: the embedding and an untied output layer."""
         return self.vocabulary * self.hidden + self.head
 
-    def cut(self, ranks: int) -> ModelSize:
-        """Return the sizes of the part of each rank under tensor parallelism, as tensor_parallel.py divides the layers.
-
-        Args:
-            ranks: tensor-parallel degree.
-        """
-        parts = ranks
-        # A vocabulary that the ranks cannot share evenly is whole on each of them.
-        if self.vocabulary % ranks:
-            parts = 1
-        whole = 0
-        keys = self.keys // ranks
-        key_heads = self.keys * self.heads // max(1, self.queries)
-        if key_heads % ranks:
-            # The key heads cannot be divided. Each rank computes all of them, and keeps those of its query heads.
-            whole = 2 * self.layers * self.hidden * self.keys
-            keys = self.keys * math.lcm(key_heads, ranks) // (key_heads * ranks)
-        return replace(
-            self,
-            parameters=(self.parameters - self.rest - whole) // ranks + whole + self.rest // parts,
-            head=self.head // parts,
-            heads=self.heads // ranks,
-            queries=self.queries // ranks,
-            keys=keys,
-            intermediate=self.intermediate // ranks,
-            vocabulary=self.vocabulary // parts,
-        )
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Input and output sizes of each linear layer of a decoder layer. Experts are not included, because their
-        weights are three-dimensional tensors and not linear layers.
-        """
-        wide, narrow = self.queries, self.keys
-        attention = {"q_proj": (self.hidden, wide), "k_proj": (self.hidden, narrow), "v_proj": (self.hidden, narrow)}
-        attention["o_proj"] = (wide, self.hidden)
-        if self.experts:
-            return attention
-        mlp = dict.fromkeys(("gate_proj", "up_proj"), (self.hidden, self.intermediate))
-        return attention | mlp | {"down_proj": (self.intermediate, self.hidden)}
-
 
 def model_size(path: str) -> ModelSize | None:
     """Return the sizes of a model in a folder or in the local cache of the hub, or of one that a plug-in will create.

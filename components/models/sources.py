@@ -6,7 +6,7 @@ This module does not import torch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,39 +65,6 @@ class MadeModel(ABC):
         """Return the entries of config.json that determine the size of the model."""
 
 
-class NewModel(ABC):
-    """An untrained model that a recipe makes for its data."""
-
-    def __init__(self, name: str) -> None:
-        """
-        Args:
-            name: the text after the scheme.
-
-        Raises:
-            ValueError: there is no such model.
-        """
-        self.name = name
-
-    @abstractmethod
-    def tokenizer(self, texts: Iterable[str] = (), vocabulary: int | None = None) -> PreTrainedTokenizerBase:
-        """Make the model's tokenizer.
-
-        Args:
-            texts: texts from which the vocabulary is learnt, unless the name of the model determines it.
-            vocabulary: number of tokens of a vocabulary that is learnt. Default: the smallest possible number.
-        """
-
-    @abstractmethod
-    def save(
-        self, tokenizer: PreTrainedTokenizerBase, folder: str, seed: int, max_positions: int | None = None
-    ) -> None:
-        """Write a folder with a model of random weights whose vocabulary is that of a tokenizer."""
-
-    @abstractmethod
-    def config(self) -> dict[str, Any] | None:
-        """Return the entries of config.json that determine the size of the model, or None if they depend on texts."""
-
-
 def is_made(path: str) -> bool:
     """Return True if a plug-in makes the model that a path names."""
     return has_scheme_of(KIND, path)
@@ -121,21 +88,9 @@ def check_model_source(path: str) -> None:
         ValueError: there is no model of that name.
     """
     if has_scheme_of(NEW_KIND, path):
-        new_model(path)
+        made_by_scheme(NEW_KIND, path)
     else:
         made_model(path)
-
-
-def new_model(path: str) -> NewModel:
-    """Return the untrained model that a path names.
-
-    Raises:
-        MissingPlugin: no plug-in provides the scheme.
-        ValueError: there is no model of that name.
-    """
-    model = made_by_scheme(NEW_KIND, path)
-    assert model is not None, path
-    return model
 
 
 def config_of(path: str) -> dict[str, Any] | None:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.models.sources import MadeModel, NewModel
+from components.models.new_model import NewModel
+from components.models.sources import MadeModel
 from plugins.demo.tasks import Task, get_task
 from plugins.demo.warm_start import WarmStartSettings, check_warm_start, ensure_warm_start
 

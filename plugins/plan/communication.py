@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from components.models.part_size import part_of_rank
 from components.models.size import ModelSize
 from components.train.config import TrainConfig
 from plugins.plan.arithmetic import amount_if, product_width, weight_width
@@ -29,7 +30,7 @@ def sent_bytes(
     """
     if config.tensor > 1:
         # Each rank holds a smaller model, and fewer ranks share it.
-        size, ranks = size.cut(config.tensor), ranks // config.tensor
+        size, ranks = part_of_rank(size, config.tensor), ranks // config.tensor
         trained = size.parameters
     # Recomputing activations repeats the exchange that they need: forward, recomputation and backward.
     exchanges = 2 + int(config.gradient_checkpointing)

@@ -18,6 +18,7 @@ from typing import Any
 
 from components.generate.config import RolloutConfig
 from components.generate.paged_config import PagedRolloutConfig
+from components.models.part_size import linear_sizes, part_of_rank
 from components.models.size import ModelSize
 from components.train.config import TrainConfig
 from components.train.memory_sizes import CONTEXT_BYTES, ZERO_NUMBERS
@@ -237,7 +238,7 @@ def training(
     engine = engine_type(size, config, ranks, trained, several, gpu)
     if config.tensor > 1:
         # Each rank holds a smaller model, and fewer ranks shard it.
-        cut = size.cut(config.tensor)
+        cut = part_of_rank(size, config.tensor)
         engine = engine_type(cut, config, ranks // config.tensor, cut.parameters, several, gpu)
     resident = engine.resident()
     if config.adam_offload and gpu:
@@ -616,8 +617,8 @@ def _trained(size: ModelSize | None, config: TrainConfig) -> int | None:
     if not config.lora_rank:
         return size.parameters
     targets: Collection[str] = [name.strip() for name in config.lora_target_modules.split(",")]
-    chosen = [name for name in size.linears if "all-linear" in targets or any(t.endswith(name) for t in targets)]
-    return config.lora_rank * size.layers * sum(sum(size.linears[name]) for name in chosen) if chosen else None
+    chosen = [name for name in linear_sizes(size) if "all-linear" in targets or any(t.endswith(name) for t in targets)]
+    return config.lora_rank * size.layers * sum(sum(linear_sizes(size)[name]) for name in chosen) if chosen else None
 
 
 def _activations(size: ModelSize, tokens: int, config: TrainConfig) -> int | None:

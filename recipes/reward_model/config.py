@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from components.models.sources import new_model
+from components.models.new_model import new_model
 from training.options.model_options import ModelOptions
 from training.options.pair_options import PairOptions
 from training.options.schema import Options

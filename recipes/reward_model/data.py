@@ -4,7 +4,7 @@ from itertools import chain
 
 from components.data.preferences import pair_texts
 from components.models.loading import without_progress_bars
-from components.models.sources import new_model
+from components.models.new_model import new_model
 
 from .config import NEW_FROM_TEXT, RewardModelConfig
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from components.data.shares import check_shares
 from components.data.supervised import SupervisedData, encode_demonstrations
-from components.models.sources import new_model
+from components.models.new_model import new_model
 from training.options.supervised_options import Rows
 from training.run.supervised_run import TrainingData
 

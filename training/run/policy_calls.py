@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from core import BaseTrainer, Future
     from training.options.rl_options import RLOptions
     from training.roles.policy import PolicyWorker
-    from training.roles.reference import ReferenceWorker
     from training.roles.rollout import RolloutWorker
 
 
@@ -34,7 +33,7 @@ class PolicyTrainer(Protocol):
     config: Any
     RG_ACTOR: RoleGroup[PolicyWorker[Any]]
     RG_ROLLOUT: RoleGroup[RolloutWorker]
-    RG_REFERENCE: RoleGroup[ReferenceWorker]
+    RG_REFERENCE: RoleGroup[Any]
 
     def info(self, text: str) -> None:
         """Print a line for the user."""

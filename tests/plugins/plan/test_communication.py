@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from components.models.part_size import part_of_rank
 from components.models.size import ModelSize
 from components.train.config import TrainConfig
 from plugins.plan.communication import sent_bytes
@@ -51,7 +52,7 @@ def test_context_parallel_ranks_exchange_heads_in_both_directions() -> None:
 
 def test_tensor_parallel_ranks_reduce_states_and_gather_their_shards() -> None:
     sent_by_axis = sent(DENSE, 4, tokens=100, tensor=2)
-    part = DENSE.cut(2)
+    part = part_of_rank(DENSE, 2)
     assert sent_by_axis["data"] == sent(part, 2)["data"]
     # 8 numbers in an all-reduce of two ranks after attention and MLP, in two layers, forward and backward.
     assert sent_by_axis["tensor"] == 100 * 2 * 2 * 2 * 8 * 4
