@@ -6,7 +6,8 @@ from typing import Any
 
 from components.data.readers import FILE_TYPES
 from components.data.sources import source_forms
-from components.net.hub import first_line, why_unreachable
+from components.net.hub import first_line
+from components.net.hub_requests import why_unreachable
 from plugins.data_files.quiet import quiet
 from plugins.data_files.tables import rows_of
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from components.models.sources import is_made
-from components.net.hub import WEIGHTS, ModelNotFound, find_model
+from components.net.hub import WEIGHTS
+from components.net.hub_requests import ModelNotFound, find_model
 from components.registry import find, load
 from training.launch.command import Command
 from training.launch.machines import is_this_machine

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from components.models.size import model_size
 from components.models.sources import is_made
-from components.net.hub import find_model, first_line
+from components.net.hub import first_line
+from components.net.hub_requests import find_model
 from core.shared_memory import SHARED_MEMORY
 from training.run.checkpoint import Checkpoints, disk_fault
 from training.run.checkpoint_size import WEIGHT_BYTES, checkpoint_bytes

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from components.data.values import label_text
 from components.models.sources import is_made
-from components.net.hub import find_model
+from components.net.hub_requests import find_model
 from components.registry import load
 from components.rewards.base import check_reward
 from components.rewards.scorers import get_scorer, scorer_names

@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from components.models.attention import attention_note, choose_attention
 from components.models.reward_model import RewardModel
-from components.net.hub import find_model
+from components.net.hub_requests import find_model
 from components.process.streams import accept_any_text
 from components.ranges import Count, Positive, Range
 from components.rewards.server_token import TOKEN, reward_token

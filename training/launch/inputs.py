@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from components.models.attention import choose_attention
 from components.models.sources import is_made, made_model
-from components.net.hub import find_model
-from components.registry import load
-from training.launch.model_checks import check_model, check_vocabulary
+from components.registry import find, load
+from training.launch.model_checks import CHECK, check_model, check_vocabulary
 from training.options.data_options import DataOptions
 from training.options.evaluation_options import EvaluationOptions
 from training.options.model_options import ModelOptions
@@ -170,14 +169,8 @@ def check_encoding(
     tokenizer = data_tokenizer(model)
     check_vocabulary(tokenizer, model)
     source = data.source(rows, tokenizer, seed)
-    longest = source.longest_kept
-    # Beyond its positions a model returns noise or fails inside a kernel, often in the middle of a run.
-    positions = getattr(find_model(model.path).get_text_config(), "max_position_embeddings", None)
-    if max_new_tokens and positions and longest + max_new_tokens > positions:
-        raise ValueError(
-            f"model.path={model.path} has {positions} positions, fewer than a prompt of {longest} tokens with "
-            f"rollout.max_new_tokens={max_new_tokens}; lower rollout.max_new_tokens or data.max_prompt_tokens"
-        )
+    if max_new_tokens and (check := find(CHECK, "positions")):
+        check(model, source.longest_kept, max_new_tokens)
     return source.too_long
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from components.models.sources import is_made
-from components.net.hub import find_model
+from components.net.hub_requests import find_model
 from training.launch.model_checks import check_model
 from training.options.model_options import ModelOptions
 

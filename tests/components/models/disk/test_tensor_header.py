@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from components.models.disk.tensor_file import TensorReader
-from components.models.disk.tensor_header import MOST_TENSORS, check_weight_files
+from components.models.disk.tensor_header import MOST_TENSORS
 from components.models.size import model_size
-from components.net.hub import find_model
+from components.net.hub_requests import find_model
+from plugins.model_checks.files import check_weight_files
 from tests.messages import says
 from tests.model_folders import LARGE
 from training.launch.model_checks import check_model
