@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from components.data.cells import text_message
-from components.data.messages import ASSISTANT, as_messages, parsed
+from components.data.chat import as_messages, parsed
+from components.data.messages import ASSISTANT
 
 SHAREGPT_ROLES = {
     "human": "user",

@@ -9,6 +9,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from components.data.cells import number_of
+from components.data.chat import as_messages, check_tools_written, render_conversation, with_system
 from components.data.columns import (
     CONVERSATIONS,
     PREFERENCES,
@@ -26,10 +27,10 @@ from components.data.columns import (
 )
 from components.data.conversations import read_messages
 from components.data.learnt_messages import is_learnt, refuse_prefill
-from components.data.messages import ASSISTANT, TOOLS, are_messages, as_messages, needs_template, with_system
+from components.data.messages import ASSISTANT, TOOLS, are_messages, needs_template
 from components.data.model_tokens import turn_end_id
 from components.data.sources import is_drawn
-from components.data.text import check_tools_written, render_conversation, render_prompt
+from components.data.text import render_prompt
 from components.data.values import kind_of
 
 if TYPE_CHECKING:

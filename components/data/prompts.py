@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from components.data.messages import ASSISTANT, TOOLS, as_messages, check_prompt, needs_template, with_system
+from components.data.messages import ASSISTANT, TOOLS, check_prompt, needs_template
 from components.data.mixture import Note, first_rows, mixer, source_names
 from components.data.shown import MOST_CHARACTERS, described
 from components.data.sources import DEFAULT_ROWS, READER, Split, data_source
-from components.data.text import TextEncoder, check_tools_written, render_prompt
+from components.data.text import CHAT, TextEncoder, render_prompt
 from components.registry import load
 
 if TYPE_CHECKING:
@@ -298,10 +298,8 @@ class PromptSource:
             raise needs_template(TOOLS, tools)
         if is_plain and system is not None and system.strip() not in prompt:
             raise needs_template(row["system_column"], system)
-        if not is_plain and system is not None:
-            prompt = with_system(as_messages(prompt), system)
-        if tools:
-            check_tools_written(as_messages(prompt), tools, self.tokenizer)
+        if not is_plain and (tools or system is not None):
+            prompt = load(CHAT, "messages", "data.apply_chat_template=true")(prompt, system, tools, self.tokenizer)
         return render_prompt(
             prompt,
             self.tokenizer,

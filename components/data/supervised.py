@@ -14,12 +14,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from components.batch import Batch
+from components.data.chat import as_messages, check_tools_written, render_conversation
 from components.data.learnt_messages import is_learnt, refuse_prefill
-from components.data.messages import TOOLS, as_messages
+from components.data.messages import TOOLS
 from components.data.mixture import Note
 from components.data.shown_examples import described_example
 from components.data.sources import DEFAULT_ROWS, READER, data_source, is_drawn
-from components.data.text import TextEncoder, check_tools_written, render_conversation, render_prompt
+from components.data.text import TextEncoder, render_prompt
 from components.registry import load
 
 

@@ -7,13 +7,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from components.data.messages import ASSISTANT, as_messages
-from components.data.model_tokens import check_ids, check_template, end_ids, limit_rows
+from components.data.model_tokens import check_ids, end_ids, limit_rows
 from components.net.hub import first_line
 from components.registry import find, load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+CHAT = "chat prompt"
+"""Kind of the plug-in that renders prompts with the chat template."""
 
 
 def load_tokenizer(
@@ -204,75 +207,12 @@ def render_prompt(
     if apply_chat_template or not isinstance(prompt, str):
         if input_template is not None:
             raise ValueError("input_template and the chat template exclude each other; unset one of them")
-        messages = as_messages(prompt)
-        if continue_final_message and messages[-1]["role"] == ASSISTANT:
-            return _templated(messages, tokenizer, tools=tools, continue_final_message=True)
-        return _templated(messages, tokenizer, tools=tools, add_generation_prompt=True)
+        render = load(CHAT, "text", "data.apply_chat_template=true")
+        return render(prompt, tokenizer, tools=tools, continue_final_message=continue_final_message)
     if input_template is None:
         return prompt
     # str.format would fail on the braces of templates for code and maths.
     return input_template.replace("{}", prompt, 1)
-
-
-def render_conversation(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> str:
-    """Render chat messages, including the responses of the assistant, with the chat template."""
-    return _templated(as_messages(messages), tokenizer, tools=tools)
-
-
-def check_tools_written(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Check that the chat template writes the definitions of tools.
-
-    Raises:
-        ValueError: the text is the same with and without tools.
-    """
-    # Templates ignore variables that they do not use, without an error.
-    if tools and render_conversation(messages, tokenizer, tools) == render_conversation(messages, tokenizer):
-        raise ValueError(
-            f"the row has definitions of tools ({tools[0]!r:.80}), which the chat template does not write; set "
-            "model.chat_template to one that does, or data.ignored_columns=tools to train without them"
-        )
-
-
-def _templated(
-    messages: list[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    **options: Any,
-) -> str:
-    schemas = [dict(tool) for tool in tools or ()] or None
-    if not tokenizer.chat_template:
-        raise ValueError("the tokenizer has no chat template; set apply_chat_template=False, with prompts as strings")
-    try:
-        text = _filled(messages, tokenizer, {"tools": schemas, **options})
-    except Exception as error:  # a template is a program and can raise anything
-        reason = first_line(error)
-        raise ValueError(f"the chat template rejects {messages!r:.200} ({reason}); correct one of the two") from error
-    assert isinstance(text, str)
-    check_template(tokenizer)
-    return text
-
-
-def _filled(messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> Any:
-    """Fill in the chat template, without writing the word None for the null content of a message with tool calls."""
-    if all(message.get("content") is not None for message in messages):
-        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    empty = [{**message, "content": message.get("content") or ""} for message in messages]
-    with_empty = tokenizer.apply_chat_template(empty, tokenize=False, **options)
-    try:
-        # Null is the form of OpenAI's API, and some templates test for it.
-        with_null = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    except TypeError:  # a template that concatenates contents with other text
-        return with_empty
-    # A template that writes the content would write Python's None into the text.
-    if str(with_null).count("None") > str(with_empty).count("None"):
-        return with_empty
-    return with_null
 
 
 def _alphabet(tokenizer: PreTrainedTokenizerBase) -> frozenset[str] | None:

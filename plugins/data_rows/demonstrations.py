@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from components.data.chat import as_messages, with_system
 from components.data.columns import (
     CONVERSATIONS,
     PREFERENCES,
@@ -24,7 +25,7 @@ from components.data.columns import (
     texts_of,
 )
 from components.data.conversations import read_messages
-from components.data.messages import TOOLS, are_messages, as_messages, is_blank, needs_template, with_system
+from components.data.messages import TOOLS, are_messages, is_blank, needs_template
 from components.data.mixture import Note, first_rows
 from components.data.records import read_records
 from components.data.supervised import DemonstrationFormat

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from components.data.text import render_conversation, render_prompt, same_vocabulary
+from components.data.chat import render_conversation
+from components.data.text import render_prompt, same_vocabulary
 from components.data.values import label_text
 from components.models.loading import without_progress_bars
 from components.net.hub import first_line

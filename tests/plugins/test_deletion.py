@@ -25,6 +25,7 @@ NAMED_BY: dict[str, list[str]] = {
     "deepspeed": ["grpo", "train.engine=deepspeed"],
     "demo": ["grpo", "data.path=task:sort"],
     "assumed_machines": ["grpo", "assume_devices=8x2"],
+    "chat_prompts": ["grpo", "data.apply_chat_template=true"],
     "chat_templates": ["grpo", "model.template_arguments={thinks: false}"],
     "dry_run": ["grpo", "dry_run=true"],
     "elastic": ["grpo", "placement.elastic=true"],

@@ -7,16 +7,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from components.data.chat import render_conversation
 from components.data.padding import pad_apart_from_end
 from components.data.prompts import PromptSource
 from components.data.supervised import DemonstrationFormat, encode_demonstrations
-from components.data.text import (
-    TextEncoder,
-    load_tokenizer,
-    render_conversation,
-    render_prompt,
-    same_vocabulary,
-)
+from components.data.text import TextEncoder, load_tokenizer, render_prompt, same_vocabulary
 from plugins.demo.tiny_model import character_tokenizer
 from tests.components.helpers.word_tokenizers import BOS, EOS, NO, YES, word_tokenizer
 from tests.messages import says
