@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from components.process.program_output import output_of
 from training.launch.machines import assumed, is_this_machine
-from training.tracking.environment import output_of
 
 _LIMIT_FILES = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 """Memory limits of control groups, in versions 2 and 1."""

@@ -11,7 +11,7 @@ from plugins.plan.arithmetic import amount_if
 from plugins.plan.collect import RunMemory
 from plugins.plan.memory import PROCESS_BYTES, phases
 from training.launch.machines import assumed
-from training.launch.node_layout import ranges
+from training.launch.number_ranges import ranges
 
 VERDICTS = ("fits", "not known", "maybe too much", "too much")
 """Verdicts on a pool or a node, from best to worst. A run whose verdict on this machine is "too much" is refused."""

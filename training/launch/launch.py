@@ -44,6 +44,8 @@ GUARDS = {
     "start_checks": ("start check", "limits of the machine, free space and a trial export are not checked"),
     "tokenizer_trial": ("tokenizer trial", "tokenizer and chat template are not tried in a process of their own"),
     "model_checks": ("model check", "files, vocabulary and positions of the model are not checked before the start"),
+    "provenance": ("run record", "versions, git state and hardware are not recorded in environment.json"),
+    "node_layout": ("node layout", "the node of each worker is not planned"),
     "driver_log": ("driver log", "output of libraries in the driver is not kept in logs/driver.log"),
 }
 """Plug-ins that protect every run: the kind of their objects, and the effect of a missing folder."""

@@ -21,11 +21,12 @@ from core.placement import detect_devices
 from training.launch.launch import printed, threads_text
 from training.launch.machines import assumed
 from training.launch.model_use import ModelUse
-from training.launch.node_layout import node_lines, nodes_of
 from training.tracking import redact
 
 PLAN, MEMORY, CHOICES = "plan", "memory", "choices"
 """Kind of the plug-ins that provide a `MemoryPlanType` and a `Choose`, and their names."""
+LAYOUT = "node layout"
+"""Kind of the plug-in that places the workers on the nodes before the start."""
 Choose = Callable[["Plan", Any, Callable[[Any], "Plan"]], "Plan"]
 """Function that chooses the options that the user left to the machine. It returns a plan with the chosen values and the
 reasons.
@@ -113,7 +114,8 @@ class Plan:
     def __post_init__(self) -> None:
         self.job.check_backend(self.config.backend)
         # First, because a job that fits on no node has no memory per node either.
-        self.nodes = nodes_of(self.job)
+        layout = find(LAYOUT, "nodes")
+        self.nodes: list[int] = layout(self.job) if layout else [0] * len(self.job.placement.bundles)
         options = {name: value for name, value in self.changed.items() if name not in _NOT_OF_THE_RUN}
         self.changed = redact(options)
         processes = self.job.placement.processes
@@ -128,7 +130,7 @@ class Plan:
         job = json.loads(self.job.model_copy(update={"config": redact(self.config)}).model_dump_json())
         fields: dict[str, Any] = {
             "assumed": str(assumed() or "") or None,
-            "nodes": node_lines(self.job, self.nodes),
+            "nodes": self._workers_of_nodes(),
             "idle_nodes": self._idle_nodes(),
             "absent": dict(self.absent),
             "changed": self.changed,
@@ -213,11 +215,16 @@ class Plan:
             padded.append([f"{cell:{alignment}{width}}" for cell in column])
         return [gap.join(row) for row in zip(*padded, strict=True)]
 
+    def _workers_of_nodes(self) -> list[str]:
+        """Return a line with the workers of each node, or no lines without a plug-in for the layout."""
+        describe = find(LAYOUT, "lines")
+        return describe(self.job, self.nodes) if describe else []
+
     def _node_lines(self) -> list[str]:
         """Return the workers and the verdict of each node, if there are several nodes."""
-        if self.job.node_num == 1 and not assumed():
+        texts = self._workers_of_nodes()
+        if not texts or (self.job.node_num == 1 and not assumed()):
             return []
-        texts = node_lines(self.job, self.nodes)
         if self.memory is not None:
             texts = list(map("; ".join, zip(texts, self.memory.verdicts(), strict=True)))
         lines = self._wrapped("nodes", texts[0])

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from components.registry import load
-from training.tracking.environment import write_environment
+from components.registry import find, load
 from training.tracking.event_types import StepEvent
 from training.tracking.redaction import hide_in_text, redact
 from training.tracking.serialization import plain, write_whole
@@ -78,7 +77,8 @@ class Tracker:
         environment: dict[str, Any] = {}
         self._guard("rollouts", lambda: _begin_rollouts(self.run_dir / "rollouts", resume_step))
         self._guard("config.yaml", lambda: write_whole(self.run_dir / "config.yaml", config_text(config)))
-        self._guard("environment.json", lambda: environment.update(write_environment(self.run_dir)))
+        if write_environment := find("run record", "environment"):
+            self._guard("environment.json", lambda: environment.update(write_environment(self.run_dir)))
         self._open_sink("metrics.jsonl", lambda: JsonLines(self.run_dir / "metrics.jsonl", resume_step))
         for name, settings in (sinks or {}).items():
             run_id = (state or {}).get(f"{name}_id")

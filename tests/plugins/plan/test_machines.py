@@ -13,12 +13,12 @@ import pytest
 from core import Job, RLJobBuilder
 from core.placement import detect_devices
 from plugins.assumed_machines.machines import Machines, assuming
+from plugins.node_layout.layout import node_lines, nodes_of
 from plugins.plan.capacity import Capacity
 from tests.messages import says
 from tests.model_folders import folder_of
 from training.launch.launch import threads_each
 from training.launch.machines import assumed
-from training.launch.node_layout import node_lines, nodes_of
 from training.options.placement_options import PlacementOptions
 
 RECIPES = ("dpo", "grpo", "multi_turn", "openrlhf_ppo", "reinforce_pp", "reward_model", "sft", "verl_ppo")

@@ -11,6 +11,7 @@ import pytest
 
 from components.models.size import ModelSize
 from core import JobBuilder
+from plugins.node_layout.layout import nodes_of
 from plugins.plan.capacity import Capacity, gpu_bytes
 from plugins.plan.collect import RunMemory
 from plugins.plan.memory import PROCESS_BYTES, MemoryEstimate, sampling, together
@@ -20,7 +21,6 @@ from plugins.vllm.config import VLLMRolloutConfig
 from recipes.grpo.config import GRPOConfig
 from tests.messages import says
 from tests.model_folders import LARGE, folder_of
-from training.launch.node_layout import nodes_of
 from training.options.data_options import DataOptions
 from training.options.model_options import ModelOptions
 from training.options.placement_options import PlacementOptions

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import logging
 import os
 import platform
 import re
-import subprocess
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from components.process.program_output import output_of
 from training.tracking.redaction import hide_in_text
 from training.tracking.serialization import json_object, write_whole
-
-logger = logging.getLogger(__name__)
 
 PACKAGES = (
     "torch",
@@ -36,8 +33,6 @@ CODE = Path(__file__).resolve().parents[2]
 """Folder of the repository."""
 CHANGED_FILES = 50
 """Maximum number of changed files in the list. `dirty` is also true if more files have changed."""
-_TIMEOUT_S = 5.0
-"""Timeout of a program such as git, in seconds. A network disk may hang, and the run must start anyway."""
 
 
 def write_environment(run_dir: Path, code: Path = CODE) -> dict[str, Any]:
@@ -101,25 +96,6 @@ def _git(folder: Path, *arguments: str) -> str | None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     # `git status` may refresh the index. A run must not change the repository, nor wait for the lock of another git.
     return output_of("git", "-C", str(folder), *arguments, env=environment | {"GIT_OPTIONAL_LOCKS": "0"})
-
-
-def output_of(program: str, *arguments: str, env: dict[str, str] | None = None) -> str | None:
-    """Return the output of a program, or None if it is missing, fails or exceeds the timeout."""
-    try:
-        result = subprocess.run(
-            [program, *arguments],
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            env=env,
-            timeout=_TIMEOUT_S,
-            check=True,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        logger.debug("no output from %s: %s", program, error)
-        return None
-    return result.stdout
 
 
 def _hardware() -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from core import Job
 from training.launch.machines import assumed, counted
+from training.launch.number_ranges import ranges
 
 
 def nodes_of(job: Job) -> list[int]:
@@ -74,15 +75,3 @@ def node_lines(job: Job, nodes: Sequence[int]) -> list[str]:
         gpus = f"; {math.ceil(used - 1e-3)} of {job.device_per_node} GPUs" if job.device_type == "GPU" else ""
         lines.append(f"node {node + 1}: {workers or 'nothing'}{gpus}")
     return lines
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """Write numbers as ranges: 0, 1, 2, 3 and 6 as `0-3,6`."""
-    intervals: list[list[int]] = []
-    for number in sorted(numbers):
-        if intervals and intervals[-1][-1] == number - 1:
-            intervals[-1][1:] = [number]
-        else:
-            intervals.append([number])
-    # An interval has one end or two.
-    return ",".join("-".join(map(str, ends)) for ends in intervals)
