@@ -7,6 +7,8 @@ from typing import Any
 
 from components.data.values import kind_of
 
+CHAT = "chat prompt"
+"""Kind of the plug-in that renders prompts with the chat template."""
 ASSISTANT = "assistant"
 """Role of messages that the model learns."""
 TOOLS = "tools"

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from components.data.messages import ASSISTANT, TOOLS, check_prompt, needs_template
+from components.data.messages import ASSISTANT, CHAT, TOOLS, check_prompt, needs_template
 from components.data.mixture import Note, first_rows, mixer, source_names
 from components.data.shown import MOST_CHARACTERS, described
 from components.data.sources import DEFAULT_ROWS, READER, Split, data_source
-from components.data.text import CHAT, TextEncoder, render_prompt
+from components.data.text import TextEncoder, render_prompt
 from components.registry import load
 
 if TYPE_CHECKING:

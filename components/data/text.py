@@ -7,16 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from components.data.messages import CHAT
 from components.data.model_tokens import check_ids, end_ids, limit_rows
 from components.net.hub import first_line
 from components.registry import find, load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-CHAT = "chat prompt"
-"""Kind of the plug-in that renders prompts with the chat template."""
 
 
 def load_tokenizer(

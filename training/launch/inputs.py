@@ -169,6 +169,7 @@ def check_encoding(
     tokenizer = data_tokenizer(model)
     check_vocabulary(tokenizer, model)
     source = data.source(rows, tokenizer, seed)
+    # The lengths of an agent's episodes are not known before they are played.
     if max_new_tokens and (check := find(CHECK, "positions")):
         check(model, source.longest_kept, max_new_tokens)
     return source.too_long

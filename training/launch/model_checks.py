@@ -25,6 +25,7 @@ def check_model(path: str, option: str = "model.path") -> None:
         ValueError: it does not exist or is unusable. The message says what to set.
     """
     try:
+        # A plug-in makes its model at the start of the run, so there may be no files to check yet.
         if (made := made_model(path)) is not None:
             made.check()
         elif check := find(CHECK, "files"):
@@ -39,5 +40,6 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: ModelOptions) ->
     Raises:
         ValueError: the tokenizer has more tokens than the model has embeddings.
     """
+    # A token without an embedding would end the run at the first text that has it, or read another row on a GPU.
     if check := find(CHECK, "vocabulary"):
         check(tokenizer, model)

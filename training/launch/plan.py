@@ -114,6 +114,8 @@ class Plan:
     def __post_init__(self) -> None:
         self.job.check_backend(self.config.backend)
         # First, because a job that fits on no node has no memory per node either.
+        # Without the plug-in, the memory of all workers is counted on one machine, which refuses too many rather than
+        # too few.
         layout = find(LAYOUT, "nodes")
         self.nodes: list[int] = layout(self.job) if layout else [0] * len(self.job.placement.bundles)
         options = {name: value for name, value in self.changed.items() if name not in _NOT_OF_THE_RUN}
@@ -223,6 +225,7 @@ class Plan:
     def _node_lines(self) -> list[str]:
         """Return the workers and the verdict of each node, if there are several nodes."""
         texts = self._workers_of_nodes()
+        # On one machine, the table above has the same workers already.
         if not texts or (self.job.node_num == 1 and not assumed()):
             return []
         if self.memory is not None:

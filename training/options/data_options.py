@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from components.data.messages import CHAT
 from components.data.mixture import source_names
 from components.data.sources import READER, check_sources, is_drawn
 from components.ranges import Count
-from components.registry import load
+from components.registry import load, require
 from training.options.schema import Options, column_names, errors_of, limit_note
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ class DataOptions(Options, group="data"):
             yield f"data.input_template={template!r} must contain {{}} exactly once, as placeholder of the prompt"
         if template is not None and self.apply_chat_template:
             yield "data.apply_chat_template and data.input_template exclude each other; unset one of them"
+        # Named here, in one line, and not for the first row after the plan was shown.
+        if self.apply_chat_template:
+            yield from errors_of("", require, CHAT, "text", "data.apply_chat_template=true")
         yield from errors_of(f"data.path={self.path}: ", check_sources, self.path)
 
     def rows(self, seed: int, notes: list[str] | None = None) -> list[dict[str, Any]]:

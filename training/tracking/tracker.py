@@ -77,6 +77,7 @@ class Tracker:
         environment: dict[str, Any] = {}
         self._guard("rollouts", lambda: _begin_rollouts(self.run_dir / "rollouts", resume_step))
         self._guard("config.yaml", lambda: write_whole(self.run_dir / "config.yaml", config_text(config)))
+        # Before the sinks are opened, because they show the environment beside the metrics.
         if write_environment := find("run record", "environment"):
             self._guard("environment.json", lambda: environment.update(write_environment(self.run_dir)))
         self._open_sink("metrics.jsonl", lambda: JsonLines(self.run_dir / "metrics.jsonl", resume_step))
