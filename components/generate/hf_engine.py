@@ -42,7 +42,7 @@ _DROP_BELOW = 31 / 32
 _AHEAD = 32
 
 
-class _Rows:
+class Rows:
     """State of R rows that are being generated: their tokens, and the rows that are still in the cache."""
 
     def __init__(self, prompts: Batch, sampling: SamplingConfig, device: torch.device) -> None:
@@ -53,9 +53,7 @@ class _Rows:
         self.logprob_RK = torch.zeros(len(prompts), sampling.max_new_tokens, device=device)
         self.length_R = limits(prompts, sampling).to(device, copy=True)
         # Without limits of single rows the comparison in `unfinished`, at every token, is left out.
-        self.limit_R: Tensor | None = None
-        if "max_new_tokens" in prompts:
-            self.limit_R = self.length_R.clone()
+        self.limit_R = self.length_R.clone() if "max_new_tokens" in prompts else None
         self.ended_R = torch.zeros(len(prompts), dtype=torch.bool, device=device)
         self.cached_A = torch.arange(len(prompts), device=device)
         """[A] int64, indices among the R rows of the rows in the cache, in the order of the cache."""
@@ -104,7 +102,7 @@ class HFRolloutEngine(RolloutEngine):
         self._decoding: Decoding = (find("decoding", "fast") or Decoding)()
         self._decoding.prepare(self.model)
         end_tokens = listed_ids(self.model.generation_config.eos_token_id)
-        self._end_tokens = torch.tensor(end_tokens, dtype=torch.int64, device=self.device)
+        self.end_tokens = torch.tensor(end_tokens, dtype=torch.int64, device=self.device)
         self.positions = getattr(self.model.config, "max_position_embeddings", None)
 
     def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
@@ -135,9 +133,7 @@ class HFRolloutEngine(RolloutEngine):
             if digests is not None:
                 # The digest of the weights in use also detects an error of the copy. With another dtype it would always
                 # differ, so the received tensor is used then.
-                if target.dtype != tensor.dtype:
-                    target = tensor
-                digests.add(name, target)
+                digests.add(name, target if target.dtype == tensor.dtype else tensor)
         return {} if digests is None else digests.result()
 
     def _parameters(self) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -158,14 +154,16 @@ class HFRolloutEngine(RolloutEngine):
     def _wake(self, for_weights: bool) -> None:  # noqa: ARG002 - the weights are all it has
         self._copies.restore()
 
-    def _generate_rows(self, prompts: Batch, sampling: SamplingConfig) -> _Rows:
+    def _generate_rows(self, prompts: Batch, sampling: SamplingConfig) -> Rows:
         """Generate all rows together. A row is removed from the cache soon after its last token."""
-        rows = _Rows(prompts, sampling, self.device)
-        cache, logits_AV, mask_AS = self._prefill(prompts, sampling.max_new_tokens)
+        if loop := self._decoding.loop(self):
+            return loop(prompts, sampling)
+        rows = Rows(prompts, sampling, self.device)
+        cache, logits_AV, mask_AS = self.prefill(prompts, sampling.max_new_tokens)
         position_A = prompts.lengths.to(self.device)
         longest = int(prompts.lengths.max())
         for k in range(sampling.max_new_tokens):
-            token_A = rows.draw(logits_AV, k, sampling, self._end_tokens)
+            token_A = rows.draw(logits_AV, k, sampling, self.end_tokens)
             # A long generation must not look like a hung worker.
             beat()
             unfinished_A = rows.unfinished(k + 1)
@@ -187,7 +185,7 @@ class HFRolloutEngine(RolloutEngine):
             ).logits[:, -1]
         return rows
 
-    def _prefill(self, prompts: Batch, max_new_tokens: int) -> tuple[DynamicCache, Tensor, Tensor | None]:
+    def prefill(self, prompts: Batch, max_new_tokens: int) -> tuple[DynamicCache, Tensor, Tensor | None]:
         """Compute the prompts, each distinct one once.
 
         Returns:
@@ -248,7 +246,7 @@ def _draw(logits_AV: Tensor, sampling: SamplingConfig, uniform_A: NDArray[np.flo
     if sampling.temperature not in (0, 1):
         logprob_AV = logprob_AV / sampling.temperature
     if not sampling.is_full_vocabulary:
-        logprob_AV = _likeliest(logprob_AV, sampling.top_p, sampling.top_k)
+        logprob_AV = likeliest(logprob_AV, sampling.top_p, sampling.top_k)
     logprob_AV = logprob_AV.log_softmax(-1)
     # A single NaN makes its whole row NaN in log_softmax, so the first column shows it.
     if bool(logprob_AV[:, 0].isnan().any()):
@@ -266,7 +264,7 @@ def _draw(logits_AV: Tensor, sampling: SamplingConfig, uniform_A: NDArray[np.flo
     return token_A, logprob_AV.gather(1, token_A[:, None]).squeeze(1)
 
 
-def _likeliest(logits_AV: Tensor, top_p: float, top_k: int) -> Tensor:
+def likeliest(logits_AV: Tensor, top_p: float, top_k: int) -> Tensor:
     """Return [A, V] logits with -inf for the tokens that top_k excludes, and that top_p then excludes among the
     rest.
     """

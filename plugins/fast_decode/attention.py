@@ -42,6 +42,11 @@ def use_grouped_decoding(model: PreTrainedModel) -> None:
     model.set_attn_implementation(_NAME)
 
 
+def uses_grouped_decoding(model: Any) -> bool:
+    """True if the model decodes with this attention, which takes a mask of [R, 1, 1, S] booleans."""
+    return model.config._attn_implementation == _NAME
+
+
 def _grouped_decoding(
     module: nn.Module,
     query_RH1D: Tensor,

@@ -27,6 +27,8 @@ class _RoomyLayer(DynamicLayer):
     keys: Any
     values: Any
     _space: tuple[Tensor, Tensor] | None = None
+    reads_indices = True
+    """False on a GPU, where reading which rows move would make the host wait."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append positions. Returns all keys and all values."""
@@ -60,7 +62,9 @@ class _RoomyLayer(DynamicLayer):
             return
         length = self.get_seq_length()
         rows = len(indices)
-        place = (indices != torch.arange(rows, device=indices.device)).nonzero().squeeze(1)
+        place = torch.arange(rows, device=indices.device)
+        if self.reads_indices:
+            place = (indices != place).nonzero().squeeze(1)
         source = indices[place]
         keys = self._space[0][:rows]
         values = self._space[1][:rows]
@@ -79,11 +83,22 @@ def _with_space(x_RKSD: Tensor, more: int) -> Tensor:
     return space
 
 
-def spare_cache(model: Any) -> DynamicCache:
-    """Return an empty cache for `model`. Layers other than plain attention keep the cache class of transformers."""
+def is_plain(cache: DynamicCache) -> bool:
+    """True if all layers have plain attention, so that one mask serves them all."""
+    return all(type(layer) is _RoomyLayer for layer in cache.layers)
+
+
+def spare_cache(model: Any, *, reads_indices: bool = True) -> DynamicCache:
+    """Return an empty cache for `model`. Layers other than plain attention keep the cache class of transformers.
+
+    Args:
+        model: the model.
+        reads_indices: copy only rows that change their position, which reads their indices from the device.
+    """
     cache = DynamicCache(config=model.config)
     for index, layer in enumerate(cache.layers):
         # Not isinstance: a subclass, such as the layer of a sliding window, stores its positions in another way.
         if type(layer) is DynamicLayer:
-            cache.layers[index] = _RoomyLayer()
+            cache.layers[index] = roomy = _RoomyLayer()
+            roomy.reads_indices = reads_indices
     return cache

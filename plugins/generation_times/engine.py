@@ -37,9 +37,9 @@ class TimedHFEngine(HFRolloutEngine):
         with self._times.measure("decode"):
             return super()._generate_rows(prompts, sampling)
 
-    def _prefill(self, prompts: Batch, max_new_tokens: int) -> tuple[DynamicCache, Tensor, Tensor | None]:
+    def prefill(self, prompts: Batch, max_new_tokens: int) -> tuple[DynamicCache, Tensor, Tensor | None]:
         with self._times.measure("prefill"):
-            prefilled = super()._prefill(prompts, max_new_tokens)
+            prefilled = super().prefill(prompts, max_new_tokens)
             # Kernels are queued. The first token waits for them in any case, so this costs nothing.
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)

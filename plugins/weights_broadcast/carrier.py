@@ -366,7 +366,10 @@ def read_resent(
     store = _membership(address, reader, timeout_seconds).store
     store.set(f"{resend}/{rank}", "")
     group = _awaited(store, f"{resend}/group", RESEND_S + timeout_seconds)
-    size = 0 if group == _NULL else int(_awaited(store, f"{resend}/size", timeout_seconds))
+    size = 0
+    # Rank 0 has set the size before the group, unless it has aborted the transfer.
+    if group != _NULL:
+        size = int(_awaited(store, f"{resend}/size", timeout_seconds))
     member = _Member(store, rank, size, compute_device(), timeout_seconds)
     yield from _read(member, resend, group, timeout_seconds)
     store.set(f"{resend}/{rank} end", "")

@@ -220,9 +220,12 @@ class BucketSender:
             digests: see `sent`.
         """
         expected = min(len(numbers), self._readers)
+        # Once all readers of the device are known, a rank does not wait for an engine on another one.
         if len(self._numbers) == self._readers:
             expected = len(self._numbers.intersection(numbers))
-        readers = [] if self.has_given_up else self._arrived(version, resend, expected, RESEND_S)
+        if self.has_given_up:
+            expected = 0
+        readers = self._arrived(version, resend, expected, RESEND_S)
         if not readers and digests is None:
             yield from tensors
             return

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from components.batch import Batch
-from components.generate.hf_engine import HFRolloutConfig, HFRolloutEngine, SamplingConfig, _invert, _likeliest
+from components.generate.hf_engine import HFRolloutConfig, HFRolloutEngine, SamplingConfig, _invert, likeliest
 from components.models.causal import token_logprobs
 from components.models.loading import load_policy
 from components.weights.publisher import WeightPublisher
@@ -216,9 +216,9 @@ def test_non_finite_logits_raise_an_error_that_names_diverged_weights(tied_model
 def test_top_k_is_applied_before_top_p() -> None:
     # Probabilities .5 .25 .125 .125. After top-k 3 the first two have .857 > .8. Without it they would have .75.
     logits_1V = torch.tensor([[0.125, 0.5, 0.125, 0.25]]).log()
-    assert torch.isfinite(_likeliest(logits_1V, 0.8, 3)).tolist() == [[False, True, False, True]]
-    assert torch.isfinite(_likeliest(logits_1V, 0.8, 0)).tolist() == [[True, True, False, True]]
-    assert torch.isfinite(_likeliest(logits_1V, 0.01, 0)).tolist() == [[False, True, False, False]]
+    assert torch.isfinite(likeliest(logits_1V, 0.8, 3)).tolist() == [[False, True, False, True]]
+    assert torch.isfinite(likeliest(logits_1V, 0.8, 0)).tolist() == [[True, True, False, True]]
+    assert torch.isfinite(likeliest(logits_1V, 0.01, 0)).tolist() == [[False, True, False, False]]
 
 
 def test_seed_step_prompt_and_sample_each_change_the_tokens(engine: HFRolloutEngine) -> None:
