@@ -15,7 +15,7 @@ from components.models.device import compute_device
 from components.registry import find
 
 
-def init_process_group(timeout_s: float = 1800.0) -> None:
+def init_process_group(timeout_s: float = 86400.0) -> None:
     """Initialize the default process group from the environment, unless there is one already.
 
     RANK and WORLD_SIZE set the ranks, MASTER_ADDR and MASTER_PORT the address of the rendezvous, LOCAL_RANK the device.
@@ -27,7 +27,7 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
     workers of a job are ended by the job.)
 
     Args:
-        timeout_s: timeout of a collective in seconds, after which it fails if a rank did not join.
+        timeout_s: longest timeout of a collective in seconds, after which it fails if a rank did not join.
 
     Raises:
         ValueError: a variable is missing, or a group of another size exists already.
@@ -54,8 +54,7 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
         # Rank 0 gathers weights in one group of nccl while it broadcasts them in another. Without an order of the two,
         # which nccl has from version 2.26, they may wait for each other on its GPU.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
-    device = compute_device()
-    gpu = device if device.type == "cuda" else None
+    gpu = device if (device := compute_device()).type == "cuda" else None
     # gloo for objects, which nccl would copy through the GPU.
     backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -66,9 +65,7 @@ def init_process_group(timeout_s: float = 1800.0) -> None:
     # A plug-in watches collectives, in which a single rank waits for nobody.
     guard = find("process group", "guard") if world_size > 1 else None
     with (guard or nullcontext)(timeout_s) as opening_s:
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        if world_size > 1:
-            store = _meeting_store(rank, world_size, timedelta(seconds=timeout_s))
+        store = _meeting_store(rank, world_size, timedelta(seconds=timeout_s)) if world_size > 1 else dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
         # Without `device_id`, nccl connects only at the first collective, and guesses the device of a barrier.
         timeout = timedelta(seconds=opening_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=gpu)
@@ -85,8 +82,7 @@ def _meeting_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store
         return None
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, port), family=family).detach() if rank == 0 else None
-    store = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]
-    return store(address, port, world_size, rank == 0, timeout, master_listen_fd=listening)
+    return dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listening)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _leave_process_group() -> None:

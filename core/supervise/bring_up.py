@@ -99,7 +99,7 @@ class BringUp:
             try:
                 process.link = ControlLink(process.report.control, self._facts.key)
             except (OSError, EOFError) as error:
-                process.lose(f"its control channel: {error!r}")
+                process.lose(f"its control channel at {process.report.control}: {error!r}; is the port open?")
                 yield
         self._unreported.discard(process)
         if process.drives and not process.plan.shown:  # else a module might read CUDA_VISIBLE_DEVICES before it is set

@@ -20,8 +20,9 @@ from multiprocessing.connection import Connection, Listener, answer_challenge, d
 from pathlib import Path
 from typing import Any
 
-_GREETING_S = 30
-"""Seconds allowed for the handshake. A client that exceeds it is disconnected, a server that does counts as dead."""
+_GREETING_S = 20
+"""Seconds allowed for a connection and for the handshake. A client that exceeds it is disconnected, a server that does
+counts as dead."""
 _MEMORY_EVERY_S = 2.0
 _MEMORY_SHARE = 0.01
 """Maximum share of time spent on reading memory usage (12 ms per GB)."""
@@ -139,7 +140,8 @@ class ControlLink:
         """Time of the last message of the process (time.monotonic)."""
         self.alive = True
         self._unanswered_since = math.inf
-        self._connection: Any = Connection(socket.create_connection(address).detach())
+        self._connection: Any = Connection(socket.create_connection(address, _GREETING_S).detach())
+        os.set_blocking(self._connection.fileno(), True)  # a socket with a timeout does not block
         _set_read_timeout(self._connection, _GREETING_S)
         answer_challenge(self._connection, key)
         deliver_challenge(self._connection, key)

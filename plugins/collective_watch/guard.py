@@ -37,7 +37,9 @@ def guarded(timeout_s: float) -> Iterator[float]:
         The timeout for the creation of the group in seconds.
     """
     context = workload()
-    limit = float(getattr(context.config, "stall_timeout", 0.0)) if context else 0.0
+    limit = 0.0
+    if context is not None:
+        limit = float(getattr(context.config, "stall_timeout", 0.0))
     _record(context)
     handshake = find("handshake", "group")
     with (handshake or nullcontext)(timeout_s) as opening_s:
@@ -66,8 +68,11 @@ def set_timeouts(timeout_s: float, limit: float, group: Any = None) -> None:
     """
     group = group or dist.group.WORLD
     for device in group._device_types:
-        share = AFTER_ERROR if device.type == "cpu" else AFTER_END
-        seconds = min(timeout_s, share * limit) if limit else timeout_s
+        seconds = timeout_s
+        if limit and device.type == "cpu":
+            seconds = min(timeout_s, AFTER_ERROR * limit)
+        elif limit:
+            seconds = min(timeout_s, AFTER_END * limit)
         group._get_backend(device)._set_default_timeout(timedelta(seconds=seconds))
 
 

@@ -52,8 +52,11 @@ class Watch:
         self._limit = limit
         self._report = report
         self._folder = folder
-        self._every = min(EVERY_S, limit / 10) if limit else EVERY_S
-        self._show_after = min(SHOW_AFTER_S, limit / 4) if limit else SHOW_AFTER_S
+        self._every = EVERY_S
+        self._show_after = SHOW_AFTER_S
+        if limit:
+            self._every = min(EVERY_S, limit / 10)
+            self._show_after = min(SHOW_AFTER_S, limit / 4)
         self._rank = dist.get_rank()
         self._world = dist.get_world_size()
         self._exchange = Exchange(role, self._rank, self._world, address, self._every)

@@ -35,6 +35,7 @@ NAMED_BY: dict[str, list[str]] = {
     "loss_correction": ["grpo", "algorithm.correction=tis"],
     "generation_ahead": ["grpo", "placement.colocate=false", "asynchronous.enabled=true"],
     "kernels": ["grpo", "train.kernels=auto"],
+    "handshake": ["grpo", "placement.handshake_timeout=20"],
     "lora": ["grpo", "train.lora_rank=4"],
     "manifests": ["grpo", "emit=kuberay"],
     "math_scorers": ["grpo", "reward.source=gsm8k"],

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from components.ranges import Count
+from components.ranges import Count, CountFromZero
 from components.registry import require
 from training.options.schema import Options, errors_of, of_plugin
 
@@ -25,6 +25,9 @@ class PlacementOptions(Options, group="placement"):
     interface: str = of_plugin("environment", "")
     """Network interface of every machine for collectives, rendezvous and weights, such as eth1. Default: the interface
     with the address by which Ray reaches the machine."""
+    handshake_timeout: CountFromZero | None = of_plugin("handshake", None)
+    """Time limit in seconds of each check of a channel between processes, before models are loaded. 0 skips the checks.
+    Default: 20 with several machines or GPUs, else 0."""
     actor_nodes: Count | None = None
     """Number of machines for the ranks of the policy. The other roles use the remaining machines. Default: all
     machines, for all roles."""
@@ -57,6 +60,8 @@ class PlacementOptions(Options, group="placement"):
             yield from errors_of("", require, "job environment", "workers", f"placement.interface={self.interface}")
         if self.elastic:
             yield from errors_of("", require, "job environment", "elastic", "placement.elastic=true")
+        if self.handshake_timeout is not None:
+            yield from errors_of("", require, "handshake", "channels", "placement.handshake_timeout")
 
     @property
     def shares_devices(self) -> bool:

@@ -129,6 +129,9 @@ class RanksOptions(Options, group="placement"):
     interface: str = of_plugin("environment", "")
     """Network interface of every machine for collectives, rendezvous and weights, such as eth1. Default: the interface
     with the address by which Ray reaches the machine."""
+    handshake_timeout: CountFromZero | None = of_plugin("handshake", None)
+    """Time limit in seconds of each check of a channel between processes, before models are loaded. 0 skips the checks.
+    Default: 20 with several machines or GPUs, else 0."""
     ranks_per_node: Count | None = None
     """Number of training processes on each machine. Default: one per GPU, or 1 without GPUs."""
 
@@ -137,6 +140,8 @@ class RanksOptions(Options, group="placement"):
         yield from super().faults()
         if self.interface:
             yield from errors_of("", require, "job environment", "workers", f"placement.interface={self.interface}")
+        if self.handshake_timeout is not None:
+            yield from errors_of("", require, "handshake", "channels", "placement.handshake_timeout")
 
     @property
     def ranks(self) -> int:

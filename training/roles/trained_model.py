@@ -16,8 +16,6 @@ from components.train.state import save_state
 from core import BaseWorkload, rpc, trainer_invocation
 from training.roles.updates import keep_failed, over_updates
 
-COLLECTIVE_S = 86400.0
-"""Timeout of collective operations, in seconds."""
 Prepare = Callable[[Batch, int], Batch]
 
 
@@ -43,9 +41,9 @@ class TrainedModel(BaseWorkload):
 
     def setup(self) -> None:
         """Initialize the process group of the ranks before a library creates another one."""
-        # Core already ends workers that hang. A shorter timeout would end ranks that wait for a slow but healthy one,
-        # such as one that writes a checkpoint.
-        self.setup_process_group(lambda: init_process_group(COLLECTIVE_S))
+        # The default timeout is a day: core ends workers that hang, and a shorter one would end ranks that wait for a
+        # slow but healthy rank, such as one that writes a checkpoint.
+        self.setup_process_group(init_process_group)
 
     def loss(self, model: nn.Module, micro: Batch, totals: Totals) -> LossOutput:
         """Return loss and metrics of one micro-batch, normalised by `totals` of the whole optimizer step."""

@@ -50,6 +50,9 @@ class Run(Generic[Item]):
         self.clock = PhaseClock(trainer.emit)
         # With the plug-in light_meter, the bounds of the phases are counted too.
         self.progress: Progress = (find("progress", "bounds") or (lambda _: Progress()))(self)
+        # The plug-in does nothing on one machine without several GPUs, unless it is asked to.
+        if check := find("handshake", "channels"):
+            check(trainer, config)
 
     @property
     def step(self) -> int:
