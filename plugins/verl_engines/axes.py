@@ -14,17 +14,20 @@ AXES: Mapping[str, tuple[str, ...]] = {
         "veomni.ulysses_parallel_size",
         "torchtitan.context_parallel_size",
         "automodel.cp_size",
+        "automodel_config.cp_size",
     ),
     "parallel.expert": (
         "megatron.expert_model_parallel_size",
         "veomni.expert_parallel_size",
         "torchtitan.expert_parallel_size",
         "automodel.ep_size",
+        "automodel_config.ep_size",
     ),
     "parallel.tensor": (
         "megatron.tensor_model_parallel_size",
         "torchtitan.tensor_parallel_size",
         "automodel.tp_size",
+        "automodel_config.tp_size",
     ),
 }
 """Option of an axis -> ends of verl's keys of it, one for each training engine."""

@@ -19,8 +19,8 @@ from .reward_keys import read_reward
 REFERENCE = "actor_rollout_ref.ref"
 DTYPES = (("model_dtype",), ("dtype", "mixed_precision.param_dtype"))
 """verl's keys of the dtype of weights, and of matrix products."""
-OTHERS = ("megatron", "veomni", "torchtitan", "automodel")
-"""Training engines whose groups of keys have the dtypes and the offloading too."""
+OTHERS = ("megatron", "veomni", "torchtitan", "automodel", "automodel_config")
+"""Groups of keys of other training engines, which have the dtypes and the offloading too."""
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 """verl's names of KL estimators -> names here."""

@@ -48,6 +48,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tool = {"class_name": "verl.tools.gsm8k_tool.Gsm8kTool", "tool_schema": {"function": {"name": "score"}}}
     (folder / "tools.yaml").write_text(json.dumps({"tools": [tool]}))
+    talk = {"name": "gsm8k", "class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
+    (folder / "interaction.yaml").write_text(json.dumps({"interaction": [talk]}))
     (folder / "score.py").write_text("def compute_score(data_source, solution_str, **_):\n    return 0.0\n")
     return folder
 
@@ -66,6 +68,8 @@ def local(argument: str, files: Path, policy: str = "policy") -> str:
         value = f"{files}/adapters"
     elif name.endswith("tool_config_path"):
         value = f"{files}/tools.yaml"
+    elif name.endswith("interaction_config_path"):
+        value = f"{files}/interaction.yaml"
     elif name == "custom_reward_function.path":
         value = f"{files}/score.py"
     return f"{key}={value}"

@@ -69,21 +69,28 @@ def test_arguments_of_another_engine_have_a_note_or_are_refused() -> None:
         read(f"{R}.name=sglang", f"{group}.quantization=awq").config()
     # SGLang's name of the limit on a prompt and its response together.
     assert read(f"{R}.name=sglang", f"{group}.context_length=600").config().agent.max_tokens == 600
+    # The limits of engines of other models are not the policy's.
+    for other in ("reward_model.rollout", "distillation.teacher_models.teacher_model.inference"):
+        line = read(key := f"+{other}.engine_kwargs.vllm.max_model_len=600")
+        assert line.config().agent.max_tokens is None
+        assert any("no effect" in note and key[1:].partition("=")[0] in note for note in line.notes)
 
 
 @pytest.mark.parametrize(
-    ("engine", "keys", "axes"),
+    ("group", "keys", "axes"),
     [
         ("veomni", ["ulysses_parallel_size=2", "expert_parallel_size=4"], (2, 4, 1)),
         ("torchtitan", ["context_parallel_size=2", "tensor_parallel_size=4"], (2, 1, 4)),
-        ("automodel", ["cp_size=4", "tp_size=2", "ep_size=1", "pp_size=1"], (4, 1, 2)),
+        ("automodel", ["cp_size=2", "tp_size=4"], (2, 1, 4)),
+        ("automodel_config", ["cp_size=4", "tp_size=2", "ep_size=1", "pp_size=1"], (4, 1, 2)),
     ],
 )
 def test_other_training_engines_become_fully_shard_with_the_same_axes(
-    engine: str, keys: list[str], axes: tuple[int, int, int]
+    group: str, keys: list[str], axes: tuple[int, int, int]
 ) -> None:
+    engine = group.removesuffix("_config")
     for chosen in ([f"model_engine={engine}"], [f"{A}.strategy={engine}", f"critic.strategy={engine}"]):
-        line = read(*chosen, *(f"{A}.{engine}.{key}" for key in keys), f"{A}.{engine}.param_offload=true")
+        line = read(*chosen, *(f"{A}.{group}.{key}" for key in keys), f"{A}.{group}.param_offload=true")
         config = line.config()
         assert (config.parallel.context, config.parallel.expert, config.parallel.tensor) == axes
         assert (config.train.engine, config.train.adam_offload) == ("fsdp", True)
