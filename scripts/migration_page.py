@@ -144,8 +144,8 @@ Intended differences:
   the step is the one that sampled the responses.
 - **`model.lora`** (adapters in Megatron) is `train.lora_*`; layers that Megatron fuses have an adapter each.
 - **`rollout.name`** sglang, sglang_async and trtllm are vllm, and naive is hf; **`strategy`** and `model_engine`
-  megatron, veomni, torchtitan and automodel are torch's fully_shard with the same axes. The plan says so. Arguments of
-  the other engine have no effect, or are refused if they change the responses.
+  megatron, veomni, torchtitan and automodel are torch's fully_shard with the same axes. `--dry_run` prints it.
+  Arguments of the other engine have no effect, or are refused if they change the responses.
 - **`engine_kwargs.vllm`**: the arguments in the table below are passed to vLLM. Others that only change speed, and
   speculative decoding, are accepted and have no effect.
 - **Epochs**: prompts at the end of an epoch that fill no step are the first of the next epoch; verl drops them.
