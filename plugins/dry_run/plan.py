@@ -38,7 +38,9 @@ def show_plan(command: Command[Any], plan: Plan) -> None:
         if not is_this_machine():
             plan.notes = [*plan.notes, f"with the models and data of this machine it would be refused: {error}"]
     # Data that cannot be read have no lengths.
-    text = plan.json() if fault is not None else _with_speed(command, plan)
+    text = plan.json()
+    if fault is None:
+        text = _with_speed(command, plan)
     emit: str = plan.config.emit
     print(text if emit == "none" else load("manifest", emit, f"emit={emit}")(plan))
     plan.check_and_show(always=True)
@@ -51,7 +53,7 @@ def show_plan(command: Command[Any], plan: Plan) -> None:
 def _with_speed(command: Command[Any], plan: Plan) -> str:
     """Return the plan as JSON with the predicted speed, if a plug-in predicts it. Its text is added to the notes."""
     predict = find("speed prediction", "plan")
-    prediction = None if predict is None else predict(command, plan)
+    prediction = predict and predict(command, plan)
     if prediction is None:
         return plan.json()
     plan.notes = [*plan.notes, prediction.line(plan.step_count)]

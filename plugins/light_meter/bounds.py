@@ -123,10 +123,9 @@ class Limits:
 
     def _sync(self) -> float:
         """Return the seconds in which the weights are written once and read once."""
-        decode = self.work["generate"][0] if self.work else None
-        if decode is None:
+        if not self.work:
             return 0.0
-        nbytes = self.width * decode.size.parameters
+        nbytes = self.width * self.work["generate"][0].size.parameters
         rate = {"broadcast": self.speed.network, "tcp": self.speed.network}
         if self.config.rollout.weight_sync == "ipc":
             return 2 * nbytes / self._bandwidth(nbytes)

@@ -45,7 +45,9 @@ class LimitsObserver(RunObserver):
     @classmethod
     def open(cls, recipe: str, config: Any, roles: Mapping[str, int]) -> LimitsObserver | None:  # noqa: ARG003
         """See `ObserverType.open`. Runs that train on rollouts have a summary."""
-        return cls(config, roles) if hasattr(config, "samples_per_prompt") else None
+        if not hasattr(config, "samples_per_prompt"):
+            return None
+        return cls(config, roles)
 
     def __call__(self, event: Any) -> None:
         """See `RunObserver.__call__`."""
@@ -100,8 +102,10 @@ class LimitsObserver(RunObserver):
             for role, count in self._roles.items()
             if role in self._busy and role != "TRAINER"
         }
+        if not idle:
+            return []
         text = ", ".join(f"{role.lower()} {share:.0%}" for role, share in idle.items())
-        return [f"idle: {text} of the time"] if text else []
+        return [f"idle: {text} of the time"]
 
 
 def _longest(means: Mapping[str, float]) -> list[str]:

@@ -56,7 +56,9 @@ class Prediction:
     def line(self, steps: int | None) -> str:
         """Return the prediction as text for a run of `steps` steps."""
         parts = ", ".join(f"{name} {value:.2g}" for name, value in self.seconds.items() if value)
-        qualifier = "at least" if self.is_bound else "about"
+        qualifier = "about"
+        if self.is_bound:
+            qualifier = "at least"
         text = f"speed     {qualifier} {self.step_s:.2g} s a step ({parts}), {self.tokens_per_second:,.0f} tokens/s"
         if steps:
             text += f", {steps * self.step_s:,.0f} s for {steps} steps"
@@ -131,17 +133,18 @@ def _expected(limits: Limits, work: Work, lengths: Lengths) -> float:
     if work.kind == "decode":
         return _generation(limits, work, lengths)
     passes = limits.speed.passes(work.kind, limits.threads)
-    updates = work.updates if work.kind == "train" else 1
+    updates = work.updates
     tokens = lengths.computed_tokens * work.epochs / work.ranks / updates
-    logits = lengths.response_tokens * work.epochs / work.ranks / updates * work.size.vocabulary * work.has_head
+    logits = lengths.response_tokens * work.epochs / work.ranks / updates * work.size.vocabulary
+    if not work.has_head:
+        logits = 0.0
     micro = max(1, math.ceil(tokens / (limits.config.train.max_tokens or tokens)))
     each = passes.seconds(
         parameters=_layer_parameters(work), layers=work.size.layers, tokens=tokens / micro, logits=logits / micro
     )
-    backward = 3 if work.kind == "train" else 1
     attention = 4 * work.size.layers * work.size.queries * lengths.pairs * work.epochs / work.ranks
     head = 2 * (work.size.hidden - MEASURED_HIDDEN) * logits * updates
-    return updates * micro * each + backward * (attention + max(head, 0)) / limits.peak
+    return updates * micro * each + work.products * (attention + max(head, 0)) / limits.peak
 
 
 def _generation(limits: Limits, work: Work, lengths: Lengths) -> float:
@@ -172,8 +175,11 @@ def _phases(plan: Plan) -> list[str]:
     config = plan.config
     if hasattr(config.algorithm, "bypass"):
         names = ["gen", "values", "update_critic", "update_actor", "update_weights"]
-        names += ["ref"] if config.needs_reference else []
-        return names if config.algorithm.bypass else [*names, "old_log_prob"]
+        if config.needs_reference:
+            names.append("ref")
+        if not config.algorithm.bypass:
+            names.append("old_log_prob")
+        return names
     if hasattr(config, "needs_critic"):
         return ["generate", "experience", "train", "sync"]
     return ["generate", "logprobs", "train", "sync"]

@@ -60,4 +60,6 @@ def limits_of(config: Any) -> Limits | None:
     if speed is None:
         return None
     limits = Limits.of_run(config, speed, worker_threads(plan))
-    return limits if limits.work else None
+    if not limits.work:
+        return None
+    return limits

@@ -81,6 +81,11 @@ class Work:
     has_head: bool = True
     """True if the model has logits over the vocabulary."""
 
+    @property
+    def products(self) -> int:
+        """Number of products of the size of a forward pass: 3 with the backward pass."""
+        return {"train": 3}.get(self.kind, 1)
+
     def operations(self, lengths: Lengths) -> float:
         """Return the number of operations of all processes, without recomputation."""
         size = self.size
@@ -89,10 +94,12 @@ class Work:
         if size.experts:
             unused = size.expert_parameters * (1 - size.experts_per_token / size.experts)
             per_token -= int(2 * unused)
-        head = 2 * size.vocabulary * size.hidden if self.has_head else 0
+        head = 0
+        if self.has_head:
+            head = 2 * size.vocabulary * size.hidden
         attention = 4 * size.layers * size.queries * lengths.pairs
         forward = per_token * lengths.computed_tokens + head * lengths.response_tokens + attention
-        return self.epochs * forward * (3 if self.kind == "train" else 1)
+        return self.epochs * forward * self.products
 
 
 def phases(config: Any) -> dict[str, list[Work]]:
@@ -123,7 +130,9 @@ def phases(config: Any) -> dict[str, list[Work]]:
         count = getattr(placement, "critic_ranks", None) or ranks
         critic = [Work(kind="forward", ranks=count, **shared)]
         critic_train = [Work(kind="train", ranks=count, updates=train.updates, epochs=epochs, **shared)]
-    old = [forward] if config.needs_old_logprobs else []
+    old: list[Work] = []
+    if config.needs_old_logprobs:
+        old.append(forward)
     return {
         "generate": [decode],
         "gen": [decode],

@@ -63,7 +63,9 @@ class Passes:
             known = [(p.tokens, getattr(p, name)) for p in self.points if p.parameters == width]
             at_width.append((width, interpolated(sorted(known), tokens)))
         # The time outside of the layers does not grow with their size beyond the largest width.
-        return interpolated(at_width, parameters if name == "layer_s" else min(parameters, widths[-1]))
+        if name == "rest_s":
+            parameters = min(parameters, widths[-1])
+        return interpolated(at_width, parameters)
 
 
 def interpolated(known: Sequence[tuple[float, float]], x: float) -> float:

@@ -22,6 +22,9 @@ DTYPES = ("float32", "bfloat16")
 """Dtypes of the products of a training."""
 SETS = (2**18, 2**21, 2**24, 2**28)
 """Working sets in bytes on a CPU, from the cache of a core to the memory."""
+GPU_SETS = (2**30,)
+_PRODUCT = {"cuda": 8192, "cpu": 768}
+"""Rows and columns of the matrices of a large product."""
 _MB = 2**20
 
 
@@ -36,19 +39,25 @@ def measure_speed(info: Callable[[str], None] = lambda _: None, engine_threads: 
             run is predicted from them. Default: torch's number of threads, which follows OMP_NUM_THREADS. 0: none.
     """
     on_gpu = detect_devices() > 0
-    threads = [0] if on_gpu else sorted({1, len(os.sched_getaffinity(0))})
-    device = "cuda" if on_gpu else "cpu"
+    threads = sorted({1, len(os.sched_getaffinity(0))})
+    device = "cpu"
+    sets = SETS
+    if on_gpu:
+        threads = [0]
+        device = "cuda"
+        sets = GPU_SETS
     before = torch.get_num_threads()
     products: dict[str, dict[str, float]] = {}
     memory: dict[str, dict[str, float]] = {}
     engines: dict[str, EngineSpeed] = {}
-    engine_threads = before if engine_threads is None else engine_threads
+    if engine_threads is None:
+        engine_threads = before
     try:
         for count in threads:
-            info(f"products and memory with {count} threads" if count else "products and memory of the GPU")
+            info(f"products and memory with {count or before} threads")
             torch.set_num_threads(count or before)
             products[str(count)] = {dtype: product_rate(device, dtype) for dtype in DTYPES}
-            memory[str(count)] = {str(size): read_rate(device, size) for size in (SETS if count else (2**30,))}
+            memory[str(count)] = {str(size): read_rate(device, size) for size in sets}
         if engine_threads and not on_gpu:
             info(f"small models in the engines with {engine_threads} threads")
             torch.set_num_threads(engine_threads)
@@ -70,7 +79,7 @@ def measure_speed(info: Callable[[str], None] = lambda _: None, engine_threads: 
 
 def product_rate(device: str, dtype: str) -> float:
     """Return the operations per second of a large square product."""
-    size = 8192 if device == "cuda" else 768
+    size = _PRODUCT[device]
     left, right = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))
     return 2 * size**3 / fastest_seconds(_waited(lambda: left @ right, device), of_thread=is_alone(device))
 

@@ -89,13 +89,16 @@ def cached_speed(gpus: int | None = None) -> MachineSpeed | None:
     Args:
         gpus: number of GPUs of the job. Default: those of this machine.
     """
-    gpus = detect_devices() if gpus is None else gpus
+    if gpus is None:
+        gpus = detect_devices()
     name = device_name(gpus)
     values = json_object(speed_file(name))
     if values.get("version") == VERSION:
         engines = {threads: EngineSpeed.from_json(speed) for threads, speed in values["engines"].items()}
         return MachineSpeed(**{**values["speed"], "engines": engines})
-    return table_speed(name) if gpus else None
+    if not gpus:
+        return None
+    return table_speed(name)
 
 
 def table_speed(name: str) -> MachineSpeed | None:
@@ -146,4 +149,6 @@ def device_name(gpus: int) -> str:
         match = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     except OSError:
         match = None
-    return match[1] if match else platform.processor() or platform.machine()
+    if match:
+        return match[1]
+    return platform.processor() or platform.machine()
