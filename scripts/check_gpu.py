@@ -1,4 +1,4 @@
-"""Check the CUDA side of the project on a GPU of this machine, in five stages of at most ten minutes each.
+"""Check the CUDA side of the project on the GPUs of this machine, in seven stages of at most ten minutes each.
 
     python scripts/check_gpu.py --stage a --out gpu.json     one stage; results of other stages in the file stay
     python scripts/check_gpu.py --out gpu.json               all stages
@@ -6,9 +6,10 @@
     python scripts/check_gpu.py --stage c --steps 5          runs of five steps instead of twenty
     python scripts/gpu_page.py gpu.json                      write the results into docs/gpu.md
 
-Stages a and b need torch (2.11 or newer), transformers, safetensors and numpy, on Python 3.11 or 3.12. Stages c to e
-need the environment of a run (`bash scripts/setup.sh vllm`). Nothing is downloaded: the models have random weights.
-Exit code: 0 no check failed; 1 a check failed; 2 there is no GPU.
+Stages a and b need torch (2.11 or newer), transformers, safetensors and numpy, on Python 3.11 or 3.12. The others
+need the environment of a run (`bash scripts/setup.sh vllm`). Stages f and g need two GPUs, of one machine and of two
+(check_gpu_group.py says how to start g); elsewhere their checks are not run. Nothing is downloaded: the models have
+random weights. Exit code: 0 no check failed; 1 a check failed; 2 there is no GPU.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ STAGE_S = 600
 """Timeout of a stage in seconds."""
 FAILED = "FAILED"
 VERDICTS = ("ok", "FAILED", "measured", "not run")
-RUNS, SYNC = "check_gpu_runs.py", "check_gpu_sync.py"
+RUNS, SYNC, GROUP = "check_gpu_runs.py", "check_gpu_sync.py", "check_gpu_group.py"
 STAGES = {
     "a": ("check_gpu_engines.py", "training, packing, generation, memory, by torch alone"),
     "b": ("check_gpu_weights.py", "weights from a trainer to an engine, by each way that they travel"),
     "c": (RUNS, "grpo with vLLM, its weights verified in each step, and with DeepSpeed's stages"),
     "d": (RUNS, "20 steps of grpo, openrlhf_ppo and verl_ppo, colocated and not, asynchronous and not"),
     "e": (SYNC, "30 steps with vLLM, weights verified and not, each timer; the causes of a slow weight sync"),
+    "f": (GROUP, "two GPUs: collectives, FSDP and tensor parallelism, weights to two engines, runs"),
+    "g": (GROUP, "two machines: collectives, FSDP, weights; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set"),
 }
 """Stage -> (program, subject)."""
 

@@ -1,4 +1,4 @@
-"""Stages c and d of check_gpu.py: complete runs of recipes with a model of random weights.
+"""Stages c and d of check_gpu.py, and the end of stage f: complete runs of recipes with a model of random weights.
 
     python scripts/check_gpu_runs.py c cuda              all runs of a stage
     python scripts/check_gpu_runs.py d cpu grpo          those of one recipe; few steps of a tiny model
@@ -42,6 +42,8 @@ from training.tracking.serialization import json_lines  # noqa: E402
 EXACT = 0.05
 """Maximum mean difference between engine and trainer per token in bfloat16, in nats."""
 APART = "placement.colocate=false"
+TWO = "placement.devices_per_node=2"
+TURNS = "placement.engines_sleep=true placement.learners_sleep=true"
 ASYNC = f"{APART} asynchronous.enabled=true"
 STAGES = {
     "c": {
@@ -56,6 +58,13 @@ STAGES = {
         f"{recipe}, {how}": f"{recipe} {options}"
         for recipe in ("grpo", "openrlhf_ppo", "verl_ppo")
         for how, options in (("colocated", ""), ("apart", APART), ("asynchronous", ASYNC))
+    },
+    "f": {
+        "grpo, 2 GPUs": f"grpo {TWO} rollout.engine=vllm",
+        "grpo, 2 GPUs, roles that sleep": f"grpo {TWO} rollout.engine=vllm {TURNS}",
+        "grpo, 2 GPUs, DeepSpeed 3": f"grpo {TWO} rollout.engine=vllm train.engine=deepspeed train.zero_stage=3",
+        "grpo, an engine of 2 GPUs": f"grpo {TWO} rollout.engine=vllm rollout.tensor_parallel=2",
+        "grpo, policy and engine apart": f"grpo {TWO} rollout.engine=vllm {APART} rollout.weight_sync=broadcast",
     },
 }
 """Stage -> name of a run -> its recipe and options."""
