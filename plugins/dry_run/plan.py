@@ -42,7 +42,9 @@ def show_plan(command: Command[Any], plan: Plan) -> None:
     if fault is None:
         text = _with_speed(command, plan)
     emit: str = plan.config.emit
-    print(text if emit == "none" else load("manifest", emit, f"emit={emit}")(plan))
+    if emit != "none":
+        text = load("manifest", emit, f"emit={emit}")(plan)
+    print(text)
     plan.check_and_show(always=True)
     if fault is None:
         _show_first(command, plan)

@@ -31,7 +31,9 @@ class ElasticRay(RayBackend):
         """
         amounts = {"CPU": plan.cpu, "GPU": plan.accelerator, "memory": float(plan.memory * 2**20), **plan.custom}
         needed = {kind: amount for kind, amount in amounts.items() if amount}
-        labels: Any = {} if node is None else {"bundle_label_selector": [{NODE_LABEL: node}]}
+        labels: Any = {}
+        if node is not None:
+            labels["bundle_label_selector"] = [{NODE_LABEL: node}]
         self._added[plan.bundle] = placement_group([needed], name=f"troupe-{self._run_id}-{plan.name}", **labels)
 
     def is_reserved(self, bundle: int) -> bool:
@@ -60,8 +62,10 @@ class ElasticRay(RayBackend):
         """See `RayBackend.room_missing`."""
         if missing := super().room_missing():
             return missing
-        waiting = [] if self.fault() else [bundle for bundle in self._added if not self.is_reserved(bundle)]
-        return "the node of an additional engine has left the cluster" if waiting else ""
+        # A call to a dead cluster would block.
+        if self.fault() or all(map(self.is_reserved, self._added)):
+            return ""
+        return "the node of an additional engine has left the cluster"
 
     def release(self) -> None:
         """See `RayBackend.release`."""

@@ -13,6 +13,7 @@ from core import Role
 from core.plan import ProcessPlan
 from core.supervise.bring_up import BringUp
 from core.supervise.master import Master
+from core.supervise.watch import WatchedProcess
 from plugins.elastic.backend import ElasticRay
 from plugins.elastic.bring_up import ElasticBringUp
 from plugins.elastic.requests import RESIZE, FleetState, take_requests, write_state
@@ -54,6 +55,10 @@ class ElasticMaster(Master):
             self._look_at = time.monotonic() + _LOOK_EVERY_S
             self._resize()
 
+    def _collect(self, calls: list[tuple[WatchedProcess, Any]]) -> None:
+        # A call to an engine that waits for a node would be answered only after one has joined.
+        super()._collect([(process, reference) for process, reference in calls if process.report is not None])
+
     def _end_processes(self) -> None:
         self._reserving = None
         super()._end_processes()
@@ -73,13 +78,13 @@ class ElasticMaster(Master):
         if self._reserving is not None:
             self._await_room(*self._reserving)
         elif number < self._target and not coming.is_joining:
-            self._reserve(None if self._spreads else self._node_of_actor())
+            self._reserve(self._node_to_use())
         elif number > self._target and len(coming.living()) > 1 and not coming.is_removing:
             last = max(coming.living(), key=lambda process: process.plan.workers[0][1])
             self._watch.info(f"{last.plan.name} leaves when it has finished its work")
             coming.remove(last)
         elif self._new_nodes and not coming.is_joining and number < self._most:
-            self._reserve(self._new_nodes[0], is_new=True)
+            self._reserve(self._new_nodes[0], self._new_nodes[0])
         self._write_state()
 
     def _request(self, number: int) -> None:
@@ -90,19 +95,23 @@ class ElasticMaster(Master):
         self._target = allowed
         self._watch.info(f"{allowed} rollout engines are requested")
 
-    def _reserve(self, node: str | None, is_new: bool = False) -> None:
+    def _reserve(self, node: str | None, new_node: str | None = None) -> None:
         self._bundle += 1
         first = next(host for host in self._job.placement.hosts if host.roles == [Role.ROLLOUT])
-        devices = self._job.roles[Role.ROLLOUT].resource.accelerator if self._job.device_type == "GPU" else 0.0
+        devices = 0.0
+        if self._job.device_type == "GPU":
+            devices = self._job.roles[Role.ROLLOUT].resource.accelerator
         worker = (str(Role.ROLLOUT), self._coming.next_rank())
         # Devices of its own: it shares none with a rank of the policy.
         changes = {"workers": [worker], "bundle": self._bundle, "accelerator": devices, "shown": []}
         plan = first.model_copy(update=changes)
         self._backend.reserve(plan, node)
-        self._reserving = (plan, time.monotonic(), node if is_new else None)
+        self._reserving = (plan, time.monotonic(), new_node)
 
     def _await_room(self, plan: ProcessPlan, began: float, new_node: str | None) -> None:
-        limit = _NODES_EVERY_S if new_node else self._job.placement_timeout
+        limit = self._job.placement_timeout
+        if new_node:
+            limit = _NODES_EVERY_S
         if self._backend.is_reserved(plan.bundle):
             self._reserving = None
             if new_node:
@@ -121,9 +130,12 @@ class ElasticMaster(Master):
             )
             self._watch.info(self._note)
 
-    def _node_of_actor(self) -> str | None:
+    def _node_to_use(self) -> str | None:
+        """Return the node of the policy's rank 0, or None for any node, to which the weights must be served."""
+        if self._spreads:
+            return None
         reports = [p.report for p in self._watch.processes if (str(Role.ACTOR), 0) in p.plan.workers]
-        return reports[0].node if reports and reports[0] else None
+        return next((report.node for report in reports if report is not None), None)
 
     def _look_for_nodes(self) -> None:
         """Find nodes that have joined the cluster since the start. The first look takes those of the start."""

@@ -37,9 +37,10 @@ def manifest(plan: Plan) -> str:
 
 def ray_job(needs: Needs) -> dict[str, Any]:
     """Return the RayJob as an object."""
-    devices = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(needs.gpus)))}"] if needs.gpus else []
-    # The driver counts the GPUs of a node by this variable: Ray hides them from a process without reservations.
-    command = ["env", *devices, "python", "-m", f"recipes.{needs.recipe}.main", *needs.options]
+    command = ["python", "-m", f"recipes.{needs.recipe}.main", *needs.options]
+    if needs.gpus:
+        # The driver counts the GPUs of a node by this variable: Ray hides them from a process without reservations.
+        command = ["env", f"CUDA_VISIBLE_DEVICES={','.join(map(str, range(needs.gpus)))}", *command]
     cluster: dict[str, Any] = {
         "rayVersion": version("ray"),
         "headGroupSpec": {

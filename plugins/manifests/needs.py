@@ -99,13 +99,18 @@ def needs_of(plan: Plan, words: Sequence[str], environment: Mapping[str, str] | 
     weights = max((BYTES_PER_WEIGHT * size.parameters for size in sizes), default=0)
     shared = STORE_GIB + math.ceil(2 * weights / GIB) + 1
     most = _host_bytes(plan)
-    choose = find("forwarded variables", "names")
-    forwarded, secret = choose(environment) if choose else ({}, [])
+    forwarded: dict[str, str] = {}
+    secret: list[str] = []
+    if choose := find("forwarded variables", "names"):
+        forwarded, secret = choose(environment)
+    gpus = 0
+    if job.device_type == "GPU":
+        gpus = job.device_per_node
     return Needs(
         name=re.sub(r"[^a-z0-9-]+", "-", f"{plan.recipe}-{run_dir.name}".lower()).strip("-")[:47],
         recipe=plan.recipe,
         nodes=job.node_num,
-        gpus=job.device_per_node if job.device_type == "GPU" else 0,
+        gpus=gpus,
         cpus=math.ceil(max(cores)),
         memory_gib=max(LEAST_GIB, math.ceil(MARGIN * most / GIB)) + shared,
         shared_gib=shared,

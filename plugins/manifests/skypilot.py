@@ -80,7 +80,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _as_block(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style={True: "|"}.get("\n" in text))
 
 
 _Dumper.add_representer(str, _as_block)
