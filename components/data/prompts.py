@@ -7,7 +7,7 @@ a recipe's `main.py` does it before it starts anything that takes long.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -118,6 +118,8 @@ class PromptSource:
     overlong: Overlong = "leave_out"
     """Leave out longer prompts, or remove tokens at their start (left), at their end (right), or between the first and
     the second half of the remaining tokens (middle)."""
+    picker: Callable[[range], list[tuple[int, int]]] | None = None
+    """(numbers of the prompts over all epochs) -> a pair (epoch, row) for each. It replaces the shuffled order."""
 
     def __post_init__(self) -> None:
         """Encode every prompt once, find those that are too long, and start the first epoch.
@@ -134,15 +136,16 @@ class PromptSource:
         lengths = np.fromiter(self._lengths(), dtype=np.int64, count=len(self.rows))
         self.longest = int(lengths.argmax()), int(lengths.max())
         """Row of the longest prompt, and its number of tokens before truncation."""
-        self._kept = self._find_kept(lengths)
-        self.too_long = int((~self._kept).sum())
+        self.kept = self._find_kept(lengths)
+        """Bool mask of the rows that are not left out."""
+        self.too_long = int((~self.kept).sum())
         """Number of rows left out because they exceed `max_prompt_tokens`."""
         self.cut = 0
         """Number of rows that are truncated to `max_prompt_tokens`."""
-        self.longest_kept = int(lengths[self._kept].max())
+        self.longest_kept = int(lengths[self.kept].max())
         """Number of tokens of the longest prompt after truncation."""
         if self.max_prompt_tokens is not None:
-            self.cut = int((lengths[self._kept] > self.max_prompt_tokens).sum())
+            self.cut = int((lengths[self.kept] > self.max_prompt_tokens).sum())
             self.longest_kept = min(self.longest_kept, self.max_prompt_tokens)
         self._has_extra = any("extra_info" in row for row in self.rows)
         inputs = [row["input"] for row in self.rows if not isinstance(row["input"], str)]
@@ -176,12 +179,10 @@ class PromptSource:
 
         from components.batch import Batch
 
-        row_numbers: list[int] = []
-        prompt_ids: list[int] = []
-        for number in range(self.taken, self.taken + count):
-            epoch, row = self._row_at(number)
-            row_numbers.append(row)
-            prompt_ids.append(epoch * len(self.rows) + row)
+        numbers = range(self.taken, self.taken + count)
+        picks = self.picker(numbers) if self.picker else list(map(self._row_at, numbers))
+        row_numbers = [row for _, row in picks]
+        prompt_ids = [epoch * len(self.rows) + row for epoch, row in picks]
         self.taken += count
         prompts, tokens = self._prompts(row_numbers)
         rows = [self.rows[row] for row in row_numbers]
@@ -311,15 +312,15 @@ class PromptSource:
 
     def _shuffled(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
-            return np.flatnonzero(self._kept)
+            return np.flatnonzero(self.kept)
         # A permutation of all rows, so that the order of the kept rows does not depend on the number of left-out rows.
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))
-        return order[self._kept[order]]
+        return order[self.kept[order]]
 
     @cached_property
     def _fingerprint(self) -> str:
         # It includes the mask of kept rows, because another length limit changes the order of prompts.
-        digest = hashlib.blake2b(self._kept.tobytes(), digest_size=8)
+        digest = hashlib.blake2b(self.kept.tobytes(), digest_size=8)
         for row in self.rows:
             digest.update(repr((row["input"], row["label"])).encode())
             if others := [row[name] for name in ("system", TOOLS) if name in row]:

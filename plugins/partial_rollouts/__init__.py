@@ -3,4 +3,7 @@
 `asynchronous.partial_rollout=true` loads it.
 """
 
-PROVIDES = {"rollout strategy": {"partial_rollouts": "strategy:PartialRollouts"}}
+PROVIDES = {
+    "rollout strategy": {"partial_rollouts": "strategy:PartialRollouts"},
+    "rollout strategy check": {"partial_rollouts": "options:faults"},
+}

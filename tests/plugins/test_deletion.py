@@ -20,6 +20,7 @@ SAMPLE = ("vllm", "alarms")
 
 NAMED_BY: dict[str, list[str]] = {
     "best_policy": ["grpo", "checkpoint.export=best"],
+    "curriculum": ["grpo", "data.curriculum=variance"],
     "data_files": ["grpo", "data.path=somebody/rows"],
     "data_rows": ["grpo"],
     "deepspeed": ["grpo", "train.engine=deepspeed"],

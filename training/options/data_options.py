@@ -11,7 +11,7 @@ from components.data.mixture import source_names
 from components.data.sources import READER, check_sources, is_drawn
 from components.ranges import Count
 from components.registry import load, require
-from training.options.schema import Options, column_names, errors_of, limit_note
+from training.options.schema import Options, column_names, errors_of, limit_note, of_plugin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,6 +54,10 @@ class DataOptions(Options, group="data"):
     """Shuffle the prompts in each epoch."""
     epochs: Count = 1
     """Number of passes over the prompts, each in a different order if shuffle is set."""
+
+    curriculum: Literal["off", "variance", "pools"] = of_plugin("curriculum", "off")
+    """Selection of prompts by their mean score so far, p. `off`: every prompt once per epoch. `variance`: at random, in
+    proportion to p (1 - p). `pools`: fixed shares of easy, middle and hard prompts; see curriculum.shares."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from agents.options import AgentOptions
 from components.generate.config import EVALUATION_STEP, RolloutConfig, SamplingConfig
 from components.ranges import Count, NotNegative
-from components.registry import load, names, require
+from components.registry import find, load, names, require
 from components.rewards.base import check_reward
 from components.rewards.scorers import default_scorer, scorer_names
 from components.train.config import FrozenConfig, TrainConfig
@@ -172,16 +172,13 @@ class RLOptions(RunOptions):
         # The engine loads the plug-in at the first sleep, which is after the models are loaded.
         if self.placement.learners_sleep:
             yield from errors_of("", require, "sleep", "host copies", "placement.learners_sleep=true")
-        if self.filter_range and self.asynchronous.partial_rollout:
-            yield (
-                f"{self.FILTER_OPTION} replaces prompts within a step, but asynchronous.partial_rollout moves prompts "
-                "to the next step; unset one of them"
-            )
         if self.rollout.routing_replay != "off":
             yield from load("routing replay check", "options")(self)
         strategy, option = self.rollout_strategy
         if strategy and strategy not in names("rollout strategy"):
             yield f"{option} needs the plug-in {strategy}, which is not in plugins/; unset {option}"
+        if check := find("rollout strategy check", strategy):
+            yield from check(self)
         # Only then: a run with another engine does not need the plug-in that knows the arguments.
         if self.rollout.vllm:
             yield from self.engine_arguments().faults()
@@ -290,6 +287,8 @@ class RLOptions(RunOptions):
 
         Both are empty for the default strategy, which takes all rollouts of the next prompts.
         """
+        if self.data.curriculum != "off":
+            return "curriculum", "data.curriculum"
         # First, because stored rollouts replace every other way to get some.
         if self.rollout.replay_from:
             return "stored_rollouts", "rollout.replay_from"

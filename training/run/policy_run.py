@@ -346,8 +346,8 @@ class PolicyRun(Run[Batch]):
 
     def _open_prompts(self, rows: list[dict[str, Any]], heldout: bool = False) -> PromptSource:
         """Tokenize the rows of prompts."""
-        config = self.config
-        return read_prompts(config.data, rows, self.tokenizer, config.seed, heldout=heldout, info=self.info)
+        data = self.config.data
+        return read_prompts(data, rows, self.tokenizer, self.config.seed, heldout=heldout, info=self.info)
 
     def _open_reward(self) -> RewardSource | None:
         """Open the source of rewards. Return None if the environment of the agent gives them."""
