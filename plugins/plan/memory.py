@@ -647,11 +647,17 @@ def _head_bytes(size: ModelSize, tokens: int, config: TrainConfig, gpu: bool) ->
     """Return the bytes of the output layer in the backward pass: a chunk's logits, and the weight gradient in
     float32.
     """
-    logits = _logits(size, tokens, product_width(config.precision), gpu)
+    is_fused = gpu and config.kernels != "plain"
+    logits = _logits(size, tokens, product_width(config.precision), gpu, is_fused)
     return logits + 4 * size.vocabulary * size.hidden
 
 
-def _logits(size: ModelSize, tokens: int, width: int, gpu: bool) -> int:
-    """Return the bytes of the logits of a chunk, as components/models/head.py cuts them, and of their gradient."""
-    most, rows = (2**27, 512) if gpu else (2**24, 256)
-    return 2 * width * size.vocabulary * min(tokens, max(rows, most // max(1, size.vocabulary)))
+def _logits(size: ModelSize, tokens: int, width: int, gpu: bool, is_fused: bool = False) -> int:
+    """Return the bytes of the logits of a chunk, as components/models/head.py cuts them, and of their gradient.
+
+    Fused kernels have chunks of 8 times the size and replace logits by their gradient. If there is a single chunk, its
+    logits are kept for the backward pass, which copies them.
+    """
+    most, least = (2**27 << 3 * is_fused, 512) if gpu else (2**24, 256)
+    rows = min(tokens, max(least, most // max(1, size.vocabulary)))
+    return (1 if is_fused and rows < tokens else 2) * width * size.vocabulary * rows

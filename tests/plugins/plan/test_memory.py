@@ -165,6 +165,23 @@ def test_activations_grow_with_tokens_and_shrink_with_checkpointing() -> None:
     assert training(SMALL, TrainConfig(zero_stage=2), 1, tokens=512).passes == 512 * (2 * 220 * 4) * 5 // 4 + 800_000
 
 
+@pytest.mark.parametrize(
+    ("kernels", "tokens", "logits"),
+    # Chunks of 2^27 logits and their copies; one chunk of fused kernels and its copy; several ones without copies.
+    [("plain", 20_000, 2 * 883), ("fused", 5_000, 2 * 5_000), ("fused", 20_000, 7_067), ("auto", 20_000, 7_067)],
+)
+def test_fused_kernels_need_no_copies_of_the_logits(kernels: str, tokens: int, logits: int) -> None:
+    size = ModelSize(
+        parameters=400_000, layers=1, hidden=1, queries=1, keys=1, intermediate=1, vocabulary=151_936, positions=64
+    )
+    passes = []
+    for choice in (kernels, "plain"):
+        config = TrainConfig(engine="fsdp", zero_stage=3, precision="bf16", kernels=choice)
+        passes.append(training(size, config, 1, tokens=tokens, gpu=True).passes)
+    assert None not in passes
+    assert passes[0] - passes[1] == 2 * 151_936 * (logits - 2 * 883)
+
+
 def test_fsdp_gathers_by_layers_or_the_whole_and_adds_up_gradients_of_several_micro_batches() -> None:
     activations = 16 * (2 * 220 * 4) * 5 // 4
     # The embedding, 100 x 10, stays gathered; two layers of (100000 - 1000) / 2; of one layer the gradient and its
