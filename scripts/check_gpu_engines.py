@@ -54,10 +54,13 @@ from transformers import Qwen2ForCausalLM
 from components.batch import Batch
 from components.generate.config import HFRolloutConfig, SamplingConfig
 from components.generate.hf_engine import HFRolloutEngine
+from components.models.causal import token_logprobs
 from components.models.loading import load_policy, without_progress_bars
 from components.models.packing.layout import ComputedTokens
 from components.rl.aggregation import LossOutput, Totals
 from components.weights.publisher import WeightPublisher
+from plugins.kernels.choice import why_plain
+from plugins.kernels.install import use_kernels
 from plugins.utilisation.utilisation import peak_flops, training_flops
 
 LOSSES = {"plain": policy_loss, "grpo": grpo_loss}
@@ -248,6 +251,63 @@ def speed(setting: Setting, length: int, checkpointing: bool, loss: str = "plain
     )
 
 
+def kernels(setting: Setting) -> Iterator[Row]:
+    """Compare fused with plain kernels of the large model: log-probabilities, gradients, and seconds of a step."""
+    why = why_plain("auto", "qwen2", setting.on_gpu)
+    if why is not None:
+        yield Row("fused kernels", why)
+        return
+    tokens = 16_384
+    batch = ragged([2048] * (tokens // 2048), setting.large.vocab_size)
+    batch = batch.with_tokens(rollout_logprob=batch["old_logprob"])
+    results: dict[str, tuple[Tensor, Tensor, float, str]] = {}
+    for name in ("plain", "fused"):
+        torch.cuda.reset_peak_memory_stats()
+        trained = engine(setting, "large", precision="bf16", packing=True, max_tokens=tokens, kernels=name)
+        logprob_N = trained.forward(batch, logprobs)
+        seconds, norm = [], 0.0
+        for _ in range(5):
+            began = time.perf_counter()
+            norm = trained.train_step(batch, grpo_loss)["grad_norm"]
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        results[name] = (logprob_N, torch.tensor(norm), min(seconds[1:]), peak_memory())
+        del trained
+        torch.cuda.empty_cache()
+    (plain_N, plain_norm, plain_s, plain_peak), (fused_N, fused_norm, fused_s, fused_peak) = results.values()
+    yield apart("fused kernels: log-probabilities and those of plain ones, bf16", "bf16", fused_N, plain_N)
+    change = float((fused_norm / plain_norm - 1).abs())
+    yield inferred("fused kernels: gradient norm after 5 steps, bf16", f"{change:.1e} apart", "< 0.01", change < 0.01)
+    yield Row(
+        f"training step of {tokens} tokens, grpo's loss: fused and plain kernels",
+        f"{fused_s * 1e3:.0f} ms{fused_peak}; {plain_s * 1e3:.0f} ms{plain_peak}",
+    )
+
+
+def kernel_gradients(setting: Setting, precision: str) -> Iterator[Row]:
+    """Compare the gradients of the small model with fused and with plain kernels."""
+    why = why_plain("auto", "qwen2", setting.on_gpu)
+    if why is not None:
+        yield Row(f"fused kernels: gradients, {precision}", why)
+        return
+    batch = same_prompts(setting).to(setting.device)
+    dtype = "float32" if precision == "fp32" else "bfloat16"
+    both = []
+    for kernel in ("plain", "fused"):
+        policy: Any = load_policy(setting.folder / "small", dtype=dtype, packing=True)
+        policy.to(setting.device)
+        if kernel == "fused":
+            use_kernels(policy, kernel, torch.device(setting.device))
+        output = token_logprobs(policy, batch, 0.7, with_entropy=True)
+        assert output.entropy_N is not None
+        (output.logprob_N - 0.1 * output.entropy_N).mean().backward()
+        both.append(gradients(policy))
+    apart_by = float((both[1] - both[0]).norm() / both[0].norm())
+    most = 1e-4 if precision == "fp32" else 0.03
+    name = f"fused kernels: gradients and those of plain ones, {precision}"
+    yield inferred(name, f"{apart_by:.1e} of their norm", f"< {most}", apart_by < most)
+
+
 def vocabulary(setting: Setting) -> Iterator[Row]:
     """Compare log-probabilities of a large vocabulary, computed in chunks, with those of the full logits."""
     tokens, part = setting.sized(16_384, 64), setting.sized(1024, 16)
@@ -360,6 +420,7 @@ CHECKS: dict[str, list[Check]] = {
     "rounding": [rounding],
     "agreement": [partial(agreement, precision=precision) for precision in ("fp32", "bf16")],
     "vocabulary": [vocabulary],
+    "kernels": [kernels, *(partial(kernel_gradients, precision=precision) for precision in ("fp32", "bf16"))],
     "sleep": [partial(asleep, offload=offload) for offload in (False, True)],
     "generation": [generation],
     "memory": [partial(memory, shape=shape) for shape in SHAPES],

@@ -30,7 +30,9 @@ def choose(kernels: str, path: str, on_gpu: bool) -> str:
     """
     if (obstacle := why_plain(kernels, _family(path), on_gpu)) is not None:
         return f"kernels={kernels} selects plain kernels: {obstacle}"
-    parts = "output layer" if find("training kernels", "layers") is None else "output layer and layers"
+    parts = "output layer"
+    if find("training kernels", "layers") is not None:
+        parts += " and layers"
     return f"fused kernels ({parts}; {NEVER_RUN})"
 
 
@@ -39,7 +41,8 @@ def _family(path: str) -> str:
     config = config_of(path)
     if config is None:
         folder = Path(path).expanduser()
-        folder = folder if folder.is_dir() else cached_folder(path)
+        if not folder.is_dir():
+            folder = cached_folder(path)
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):

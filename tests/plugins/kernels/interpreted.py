@@ -10,12 +10,17 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import triton.runtime.interpreter as interpreter
 from torch import Tensor
+from torch.nn.functional import gelu, silu
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm, apply_rotary_pos_emb
 from triton import language
 
 from components.models import head as head_logprobs
@@ -23,7 +28,11 @@ from components.models.head import plain_head, state_logprobs
 from components.models.vocabulary import WHOLE_VOCABULARY, Vocabulary, vocabulary_of
 from plugins.kernels import softmax
 from plugins.kernels.vocabulary import FusedVocabulary
+from plugins.layer_kernels.gate import GatedActivation
+from plugins.layer_kernels.norm import RMSNorm
+from plugins.layer_kernels.rotary import apply_rotary
 
+Operation = Callable[..., Tensor]
 SIZES = {"M": 6, "V": 100, "H": 8}
 SHAPE: dict[str, Any] = {
     "vocab_size": 20,
@@ -48,7 +57,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "adapters": {"packing": True, "lora_rank": 2},
     },
 }
-"""Cases of `trained` by model type: options of the engine."""
+"""Cases of `trained` by model type: options of the engine. The other types have the case `PACKED`."""
 WAYS: dict[str, Vocabulary] = {"plain": WHOLE_VOCABULARY, "fused": FusedVocabulary()}
 
 
@@ -187,6 +196,98 @@ def parts(rank: str, port: str) -> dict[str, Any]:
     return record | {"whole": [tensor.tolist() for tensor in tensors]}
 
 
+def layers() -> dict[str, Any]:
+    """Return the errors of plain and fused layers by operation and dtype, compared with float64."""
+    return {
+        f"{name} {str(dtype).removeprefix('torch.')}": compared(*ways, dtype)
+        for name, ways in OPERATIONS.items()
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
+def compared(
+    shapes: list[tuple[int, ...]], exact: Operation, plain: Operation, fused: Operation, dtype: torch.dtype
+) -> dict[str, list[float]]:
+    """Return the errors of results and gradients of two implementations.
+
+    Args:
+        shapes: shapes of the arguments.
+        exact: the operation for float64.
+        plain: the operation of torch and transformers.
+        fused: the fused operation.
+        dtype: dtype of the arguments.
+    """
+
+    def computed(operation: Operation, kind: torch.dtype) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(5)
+        tensors = [torch.randn(shape, generator=generator).to(dtype).to(kind).requires_grad_() for shape in shapes]
+        result = operation(*tensors)
+        factor = torch.randn(result.shape, generator=generator).to(dtype).to(result.dtype)
+        (result * factor).sum().backward()
+        return [x.detach().double() for x in (result, *(tensor.grad for tensor in tensors)) if x is not None]
+
+    expected = computed(exact, torch.float64)
+    return {"plain": errors(computed(plain, dtype), expected), "fused": errors(computed(fused, dtype), expected)}
+
+
+def rotated(rotate: Any) -> Operation:
+    """Return the sum of rotated queries and keys. Their memory has the order of transformers' layers."""
+
+    def compute(q: Tensor, k: Tensor) -> Tensor:
+        angle = torch.arange(5)[None, :, None] * torch.tensor([1.0, 0.3, 0.1, 0.03, 0.01]).repeat(2)
+        q, k = rotate(q.transpose(1, 2), k.transpose(1, 2), angle.cos().to(q), angle.sin().to(q))
+        return torch.cat([q, k], 1)
+
+    return compute
+
+
+def norm(offset: float) -> Operation:
+    """Return the RMS norm with weights in any dtype."""
+    return lambda x, w: x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * (w + offset)
+
+
+def norm_of(kind: Any) -> Operation:
+    """Return the forward function of a norm of transformers, as a function of its input and its weights."""
+
+    def compute(x: Tensor, weight: Tensor) -> Tensor:
+        module = kind(x.shape[-1], eps=1e-6)
+        del module.weight
+        module.weight = weight
+        return module(x)
+
+    return compute
+
+
+def fused_norm(offset: float) -> Operation:
+    """Return the fused norm."""
+    return lambda x, w: RMSNorm.apply(x, w, 1e-6, offset, x.dtype)
+
+
+OPERATIONS: dict[str, tuple[list[tuple[int, ...]], Operation, Operation, Operation]] = {
+    "norm": ([(3, 7, 24), (24,)], norm(0.0), norm_of(Qwen2RMSNorm), fused_norm(0.0)),
+    "shifted norm": ([(70, 10), (10,)], norm(1.0), norm_of(GemmaRMSNorm), fused_norm(1.0)),
+    "silu": (
+        [(2, 5, 40)] * 2,
+        lambda g, u: silu(g) * u,
+        lambda g, u: silu(g) * u,
+        lambda g, u: GatedActivation.apply(g, u, False),
+    ),
+    "gelu": (
+        [(2, 5, 40)] * 2,
+        lambda g, u: gelu(g, approximate="tanh") * u,
+        lambda g, u: gelu(g, approximate="tanh") * u,
+        lambda g, u: GatedActivation.apply(g, u, True),
+    ),
+    "rotary": (
+        [(2, 5, 3, 10), (2, 5, 1, 10)],
+        rotated(apply_rotary_pos_emb),
+        rotated(apply_rotary_pos_emb),
+        rotated(partial(apply_rotary, plain=None)),
+    ),
+}
+"""Operation -> shapes of its arguments, and its implementations: for float64, plain and fused."""
+
+
 def trained(family: str, folder: str) -> dict[str, Any]:
     """Return the largest differences between training with fused and with plain kernels, by case.
 
@@ -203,7 +304,7 @@ def trained(family: str, folder: str) -> dict[str, Any]:
 
     write_model(family, folder)
     record: dict[str, Any] = {}
-    for name, options in CASES[family].items():
+    for name, options in CASES.get(family, PACKED).items():
         metrics, weights = list[dict[str, float]](), list[dict[str, Tensor]]()
         for kernels in ("plain", "fused"):
             torch.manual_seed(3)
@@ -212,8 +313,10 @@ def trained(family: str, folder: str) -> dict[str, Any]:
             model = load_policy(folder, packing=config.packing, gradient_checkpointing=config.gradient_checkpointing)
             engine = open_engine(model, config)
             output_layer = plain_head(model)
-            assert output_layer is not None
-            assert isinstance(vocabulary_of(output_layer), FusedVocabulary) == (kernels == "fused")
+            assert (output_layer is None) == (family == "gemma2"), "only Gemma 2 changes its logits"
+            if output_layer is not None:
+                assert isinstance(vocabulary_of(output_layer), FusedVocabulary) == (kernels == "fused")
+            assert any("forward" in vars(module) for module in model.modules()) == (kernels == "fused")
             steps = [engine.train_step(groups(seed, 2, 2, prompt=6), nll_and_entropy) for seed in (1, 2)]
             metrics.append({f"{name} {step}": values[name] for step, values in enumerate(steps) for name in values})
             weights.append(cases.weights(engine))
@@ -231,6 +334,7 @@ if __name__ == "__main__":
     round_to_nearest()
     np.seterr(all="ignore")
     work, *arguments = sys.argv[1:]
-    json.dump({"head": head, "edges": edges, "parts": parts, "trained": trained}[work](*arguments), sys.stdout)
+    functions = {"head": head, "edges": edges, "parts": parts, "layers": layers, "trained": trained}
+    json.dump(functions[work](*arguments), sys.stdout)
     sys.stdout.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""plugins/kernels: training with fused kernels equals training with plain ones, per model family."""
+"""plugins/kernels and plugins/layer_kernels: training with fused kernels equals training with plain ones."""
 
 from pathlib import Path
 
@@ -6,11 +6,14 @@ import pytest
 
 from tests.plugins.kernels.conftest import Interpret
 
-FAMILIES = ("qwen2",)
+TIERS = {
+    **dict.fromkeys(("qwen2", "gemma2"), pytest.mark.full),
+    **dict.fromkeys(("gemma", "gemma3_text", "llama", "mistral", "phi3", "qwen3"), pytest.mark.nightly),
+}
+"""Mark of the test of each model type."""
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param(family, marks=mark) for family, mark in TIERS.items()])
 def test_training_with_fused_kernels_equals_training_with_plain_ones(
     family: str, interpret: Interpret, tmp_path: Path
 ) -> None:
