@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError
 
 from core import Role
 from core.context import current
@@ -69,7 +70,7 @@ def check_weights(source: End, readers: list[End], workers: Workers, limit: floa
             size = LARGE_BYTES
         address = ray.get(_call(workers[source.name], _serve, size, limit))
         call = _call(workers[reader.name], fetch_here, address, size, limit)
-        error = f"no response within {2 * limit:g} s"
+        error: Any = f"no response within {2 * limit:g} s"
         if _ended([call], 2 * limit):
             error = ray.get(call)
         if error:
@@ -90,7 +91,7 @@ def check_store(here: End, ends: list[End], workers: Workers, limit: float) -> N
             raise broken("Ray's object store", here, destination, f"no response within {2 * limit:g} s")
         try:
             error = ray.get(call, timeout=limit)
-        except ray.exceptions.GetTimeoutError:
+        except GetTimeoutError:
             error = f"its object did not arrive here within {limit:g} s"
         if isinstance(error, str):
             raise broken("Ray's object store", here, destination, error)
@@ -117,8 +118,9 @@ def _serve(process: Any, nbytes: int, limit: float) -> tuple[str, int]:
 def _returned(_process: Any, stored: list[Any], limit: float) -> Any:
     """Fetch an object, and return it, or an error."""
     try:
-        return ray.get(stored[0], timeout=limit) + 1
-    except ray.exceptions.GetTimeoutError:
+        array: Any = ray.get(stored[0], timeout=limit)
+        return array + 1
+    except GetTimeoutError:
         return f"an object of this machine did not arrive there within {limit:g} s"
 
 

@@ -47,9 +47,9 @@ def test_a_transfer_reports_why_it_failed() -> None:
     assert re.search(says("refused", "0.3 s"), reach(address, 0.2, 0.3))
 
 
-def run(folder: Path, **settings: bool) -> JobResult:
+def run(folder: Path, *, stops: bool = False) -> JobResult:
     """Run a job of two ranks and an engine, whose trainer checks the channels."""
-    builder = JobBuilder().device_type("CPU").config(Settings(folder, **settings))
+    builder = JobBuilder().device_type("CPU").config(Settings(folder, stops))
     builder.role("trainer").run(f"{ROLES}:Trainer").resource(cpu=0.25)
     builder.role("actor").train(f"{ROLES}:Rank").total(2).resource(cpu=0.25)
     builder.role("rollout").run(f"{ROLES}:Engine").resource(cpu=0.25)
