@@ -167,6 +167,7 @@ def _working_thread() -> FrameType | None:
     """Return the stack of the thread that is in a collective, that runs a call of the job, or of the main thread."""
     frames = sys._current_frames()
     frames.pop(threading.get_ident(), None)
+    # In a process of several workloads, calls run on other threads than the main one.
     main = frames.get(threading.main_thread().ident or 0)
     stacks = [list(_stack_of(frame)) for frame in frames.values()]
     for is_marked in (_is_in_a_collective, _is_in_a_call):

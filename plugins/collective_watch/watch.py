@@ -120,6 +120,7 @@ class Watch:
         if is_hang:
             self._is_reported = True
             self._save_record()
+            # Before the abort, whose error would otherwise end the job instead of restarting it.
             self._report(f"{sentence}, for {idle:.0f} s without progress")
             abort_groups()
 

@@ -32,6 +32,7 @@ def check(trainer: Any, config: Any) -> None:
         return
     entries = current().directory.values()
     workers = {member.name: member.handle for entry in entries for member in entry.members}
+    # This process is busy with the check, so a call to itself would wait for ever.
     workers.pop(trainer.name, None)
     if not all(isinstance(handle, ActorHandle) for handle in workers.values()):
         return  # local mode has one process
@@ -50,6 +51,7 @@ def check(trainer: Any, config: Any) -> None:
 
 def check_calls(here: End, workers: Workers, limit: float) -> dict[str, End]:
     """Call each process, and return the ends of the channels by the names of the workers."""
+    # All at once: one after the other, a large job would take the limit for each silent process.
     calls = {name: _call(handle, _end_of_process, name) for name, handle in workers.items()}
     done = _ended(list(calls.values()), limit)
     for name, call in calls.items():
@@ -79,12 +81,14 @@ def check_weights(source: End, readers: list[End], workers: Workers, limit: floa
 
 def check_store(here: End, ends: list[End], workers: Workers, limit: float) -> None:
     """Send an object of 64 MB to one process of each other machine, and back."""
+    # One process of a machine is enough, because all of them share its object store.
     others = {end.node: end for end in ends if end.node != here.node}
     if not others:
         return
     ports = {node["NodeID"]: node.get("ObjectManagerPort", "?") for node in ray.nodes()}
     stored = ray.put(np.zeros(LARGE_BYTES, dtype=np.uint8))
     for end in others.values():
+        # In a list, because Ray would fetch a plain reference before the call, without a limit.
         call = _call(workers[end.name], _returned, [stored], limit)
         destination = f"{end}, port {ports.get(end.node, '?')} of Ray's object manager"
         if not _ended([call], 2 * limit):

@@ -108,6 +108,7 @@ def serve(host: str, nbytes: int, count: int, limit: float) -> tuple[str, int]:
         limit: seconds until which they have to connect.
     """
     listening = listen_at(host)
+    # Longer than that of the readers, which report the fault.
     listening.settimeout(2 * limit)
     threading.Thread(target=_send, args=(listening, nbytes, count), name="troupe-handshake", daemon=True).start()
     address, port = listening.getsockname()[:2]
@@ -129,6 +130,7 @@ def _send(listening: socket.socket, nbytes: int, count: int) -> None:
 
 def fetch(address: tuple[str, int], nbytes: int, limit: float) -> str:
     """Read the bytes that `serve` sends. Return an error, or an empty string."""
+    # A limit for all bytes together: a slow trickle would pass a limit for each read.
     until = time.monotonic() + limit
     received = 0
     try:

@@ -72,6 +72,7 @@ def checked_group(name: str, role: str, limit: float, timeout_s: float) -> Itera
     rank_0 = f"{role}-0 at {address[0]}:{address[1]}"
     if os.environ["RANK"] != "0":
         error = reach(address, limit, limit)
+        # A rank that still imports its libraries refuses connections, and a firewall may do so too.
         if "refused" in error:
             _log.warning("%s: %s does not listen yet (%s); waiting for it", here, rank_0, error)
             error = reach(address, limit, timeout_s)
@@ -99,6 +100,7 @@ def check_collectives(name: str, role: str, limit: float, nbytes: int) -> None:
         values = torch.ones(size // 4, device=device)
         error = ""
         try:
+            # Asynchronous, because NCCL would wait without a limit of its own.
             work = dist.all_reduce(values, async_op=True)
             until = time.monotonic() + limit
             while work is not None and not work.is_completed() and time.monotonic() < until:
