@@ -199,11 +199,14 @@ def _not_loaded(missing: list[str]) -> RuntimeError:
 
 
 def _without_weights(model: nn.Module, copied: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """Modules that a reload need not load: without parameters, with the parameters of another module (a tied head), or
-    copied separately.
+    """Modules that a reload need not load: without parameters, with the parameters of another module (a tied head),
+    with no token of the vocabulary, or copied separately.
     """
     holders = Counter(id(tensor) for module in model.modules() for tensor in module._parameters.values())
     for module in model.modules():
         tensors = [tensor for tensor in module._parameters.values() if tensor is not None]
-        if module in copied or all(holders[id(tensor)] > 1 for tensor in tensors):
+        # With tensor parallelism the last ranks may hold only the padding of a small vocabulary.
+        shard = getattr(module, "shard_indices", None)
+        is_padding = shard is not None and shard.num_org_elements == 0
+        if module in copied or is_padding or all(holders[id(tensor)] > 1 for tensor in tensors):
             yield module
