@@ -617,8 +617,9 @@ def _trained(size: ModelSize | None, config: TrainConfig) -> int | None:
     if not config.lora_rank:
         return size.parameters
     targets: Collection[str] = [name.strip() for name in config.lora_target_modules.split(",")]
-    chosen = [name for name in linear_sizes(size) if "all-linear" in targets or any(t.endswith(name) for t in targets)]
-    return config.lora_rank * size.layers * sum(sum(linear_sizes(size)[name]) for name in chosen) if chosen else None
+    sizes = linear_sizes(size)
+    chosen = [name for name in sizes if "all-linear" in targets or any(t.endswith(name) for t in targets)]
+    return config.lora_rank * size.layers * sum(sum(sizes[name]) for name in chosen) if chosen else None
 
 
 def _activations(size: ModelSize, tokens: int, config: TrainConfig) -> int | None:
@@ -658,6 +659,11 @@ def _logits(size: ModelSize, tokens: int, width: int, gpu: bool, is_fused: bool 
     Fused kernels have chunks of 8 times the size and replace logits by their gradient. If there is a single chunk, its
     logits are kept for the backward pass, which copies them.
     """
-    most, least = (2**27 << 3 * is_fused, 512) if gpu else (2**24, 256)
+    most, least = (2**27, 512) if gpu else (2**24, 256)
+    if is_fused:
+        most *= 8
     rows = min(tokens, max(least, most // max(1, size.vocabulary)))
-    return (1 if is_fused and rows < tokens else 2) * width * size.vocabulary * rows
+    copies = 2
+    if is_fused and rows < tokens:
+        copies = 1
+    return copies * width * size.vocabulary * rows

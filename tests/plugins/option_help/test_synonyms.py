@@ -341,7 +341,8 @@ def test_the_error_for_a_typing_error_gives_the_nearest_option() -> None:
 
 def test_a_key_of_a_fork_is_not_answered_with_a_similar_name() -> None:
     message = fault(VerlPPOConfig, "data.adarft.beta")
-    assert "no option begins with data.adarft" in message and "kl_coef" not in message
+    assert "data.adarft.beta: AdaRFT's" in message and "kl_coef" not in message
+    assert "no option begins with data.nofork" in fault(VerlPPOConfig, "data.nofork.beta")
     # A typing error in a group is close to a key of verl.
     assert "'train.learning_rate'" in fault(VerlPPOConfig, "actor_rollout_ref.actr.optim.lr")
 
