@@ -10,8 +10,10 @@ import importlib
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +25,8 @@ from differences import Differences
 from recipe_copies import copied
 from steps import EPS, SIZE, STEPS, Apart, Trace, make_model, make_steps, roles, weights_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from trl.experimental.cpo import CPOTrainer
-from trl.experimental.kto import KTOTrainer
 from trl.experimental.orpo import ORPOTrainer
 from variants_page import DIFFS, PAIR_LOSSES, SLIC
 
@@ -252,20 +253,48 @@ def trainer_with(**options: Any) -> Any:
     return SimpleNamespace(accelerator=accelerator, label_smoothing=0.0, **options)
 
 
-def test_kto_matches_the_function_of_trl() -> None:
+def kto_loss_of_trl(
+    policy_BT: Any, reference_B: Any, policy_kl_BT: Any, reference_kl_B: Any, is_desirable_B: Any, **options: Any
+) -> tuple[Any, float]:
+    """Return TRL's KTO loss and KL estimate of responses with these log-probabilities after a prompt of one token."""
+    ids_BT = torch.zeros(len(policy_BT), policy_BT.shape[1] + 1, dtype=torch.int64)
+    mask_BT = torch.ones_like(ids_BT)
+    completion_BT = mask_BT.clone()
+    completion_BT[:, 0] = 0
+    inputs = {"input_ids": ids_BT, "attention_mask": mask_BT, "completion_mask": completion_BT, "label": is_desirable_B}
+    inputs |= {"KL_input_ids": ids_BT + 1, "KL_attention_mask": mask_BT, "KL_completion_mask": completion_BT}
+    inputs |= {"ref_logps": reference_B, "ref_KL_logps": reference_kl_B}
+
+    class Model:
+        """Return the given log-probabilities: those of mismatched responses for token ids of 1."""
+
+        training = True
+
+        def __call__(self, input_ids: Any, **_: Any) -> SimpleNamespace:
+            logprob_BT = policy_kl_BT if input_ids.any() else policy_BT
+            zeros_BT = torch.zeros_like(logprob_BT)
+            return SimpleNamespace(log_probs=logprob_BT, entropy=zeros_BT, mean_logits=zeros_BT)
+
+    flags = {"loss_type": "kto", "calculate_KL": True, "precompute_ref_logps": True, "aux_loss_enabled": False}
+    trainer = trainer_with(**flags, **options, model=Model(), _total_train_tokens=0, _tp_size=1)
+    trainer._metrics = defaultdict(lambda: defaultdict(list))
+    trainer._compute_kl_logps = partial(KTOTrainer._compute_kl_logps, trainer)
+    loss = KTOTrainer._compute_loss(trainer, trainer.model, inputs, False)
+    return loss, trainer._metrics["train"]["kl"][0]
+
+
+def test_kto_matches_the_loss_of_trl() -> None:
     torch.manual_seed(0)
-    policy_B, reference_B, policy_kl_B, reference_kl_B = (-5 * torch.rand(6) for _ in range(4))
+    policy_BT, policy_kl_BT = -torch.rand(6, 3), -torch.rand(6, 3)
+    reference_B, reference_kl_B = -5 * torch.rand(6), -5 * torch.rand(6)
     is_desirable_B = torch.tensor([True, True, False, True, False, False])
-    trainer = trainer_with(beta=0.3, loss_type="kto", calculate_KL=True, desirable_weight=1.2, undesirable_weight=0.7)
-    kind = (is_desirable_B, ~is_desirable_B)
-    theirs, *_, kl = KTOTrainer.kto_loss(
-        trainer, *(policy_B[x] for x in kind), policy_kl_B, *(reference_B[x] for x in kind), reference_kl_B
-    )
-    ours_kl = kto_kl(policy_kl_B - reference_kl_B)
-    weights = {"desirable_weight": 1.2, "undesirable_weight": 0.7}
-    ours = kto_loss(policy_B - reference_B, is_desirable_B, ours_kl, 6, 3, beta=0.3, **weights)
-    assert float(ours_kl) == pytest.approx(float(kl), abs=1e-6)
-    assert float(ours.loss) == pytest.approx(float(theirs.mean()), abs=1e-6)
+    options = {"beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.7}
+    theirs, kl = kto_loss_of_trl(policy_BT, reference_B, policy_kl_BT, reference_kl_B, is_desirable_B, **options)
+    ours_kl = kto_kl(policy_kl_BT.sum(1) - reference_kl_B)
+    ours = kto_loss(policy_BT.sum(1) - reference_B, is_desirable_B, ours_kl, 6, 3, **options)
+    assert kl > 0.1
+    assert float(ours_kl) == pytest.approx(kl, abs=1e-6)
+    assert float(ours.loss) == pytest.approx(float(theirs), abs=1e-6)
 
 
 def test_orpo_and_simpo_match_the_functions_of_trl() -> None:
@@ -274,7 +303,7 @@ def test_orpo_and_simpo_match_the_functions_of_trl() -> None:
     ratios, *_ = ORPOTrainer.odds_ratio_loss(trainer_with(beta=0.4), chosen_P, rejected_P)
     ours = orpo_loss(chosen_P, rejected_P, 5, beta=0.4)
     assert float(ours.loss) == pytest.approx(float(-chosen_P.mean() - ratios.mean()), abs=1e-6)
-    trainer = trainer_with(beta=2.0, simpo_gamma=0.7, loss_type="simpo")
+    trainer = trainer_with(beta=2.0, simpo_gamma=0.7, loss_type="simpo", alpha=0.0)
     losses, *_ = CPOTrainer.cpo_loss(trainer, chosen_P, rejected_P)
     ours = simpo_loss(chosen_P, rejected_P, 5, beta=2.0, gamma=0.7)
     assert float(ours.loss) == pytest.approx(float(losses.mean()), abs=1e-6)
