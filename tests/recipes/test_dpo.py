@@ -390,6 +390,17 @@ def test_the_plan_has_one_role_with_one_gpu_per_rank(capsys: pytest.CaptureFixtu
     assert [role["resource"]["accelerator"] for role in roles.values()] == [0, 1]
 
 
+@pytest.mark.parametrize(("loss", "examples"), [("dpo", "200 pairs"), ("kto", "500 responses")])
+def test_the_plan_counts_a_pair_as_two_responses_of_kto(
+    loss: str, examples: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["data.path=task:sort", "data.max_samples=300", "evaluation.held_out=100", "train.batch_size=50"]
+    assert main(["--dry_run", f"algorithm.loss={loss}", *options, "train.epochs=1"]) == 0
+    count = int(examples.partition(" ")[0])
+    facts = [f"{count // 50} optimizer steps", examples, "100 held out"]
+    assert re.search(says(*facts), json.loads(capsys.readouterr().out)["arithmetic"])
+
+
 @pytest.mark.parametrize(
     ("options", "facts"),
     [

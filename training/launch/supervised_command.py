@@ -95,29 +95,27 @@ class SupervisedCommand(Command[C]):
         notes: list[str] = []
         rows = self.rows(plan.config, notes)
         self.check_data(plan.config, rows, plan.absent)
-        self.check_held_out(plan.config, rows)
+        row_count, count = _example_counts(plan.config, rows)
+        self.check_held_out(plan.config, count)
+        # The plan has counted a row as one example, but a pair is two in KTO. A mixture repeats rows as well.
+        if row_count != count and not plan.config.data.probs:
+            plan.steps = arithmetic(plan.config, count)
         plan.notes = [*plan.notes, *notes]
 
     def models(self, config: C) -> dict[str, str]:
         """See `Command.models`."""
         return config.models
 
-    def check_held_out(self, config: C, rows: list[tuple[Source, Rows]]) -> None:
-        """Check that examples to train on remain besides the held-out ones.
+    def check_held_out(self, config: C, count: int) -> None:
+        """Check that some of `count` examples remain to train on besides the held-out ones.
 
         Raises:
             ConfigError: all examples are held out.
         """
         held = config.evaluation.held_out
-        # A generated task has as many examples as are requested, so its rows here are no limit.
-        has_drawn = any(is_drawn(source.name) for source, _ in rows)
-        most = config.data.max_samples
-        count = sum(len(part) for source, part in rows if source.option == "data.path")
-        if has_drawn:
-            count = most or DEFAULT_ROWS
-        if held and not config.evaluation.path and min(count, most or count) <= held:
+        if held and not config.evaluation.path and count <= held:
             raise ConfigError(
-                f"evaluation.held_out={held} holds out all {count} {config.EXAMPLES} of data.path={config.data.path}; "
+                f"evaluation.held_out={held} holds out all {count} {config.noun} of data.path={config.data.path}; "
                 "lower it, or set evaluation.path to held-out data of its own"
             )
 
@@ -210,7 +208,7 @@ class SupervisedCommand(Command[C]):
 
 def arithmetic(config: SupervisedOptions, count: int) -> str:
     """Describe the number of optimizer steps for `count` examples."""
-    rows, train, evaluation = config.EXAMPLES, config.train, config.evaluation
+    rows, train, evaluation = config.noun, config.train, config.evaluation
     held = 0 if evaluation.path else evaluation.held_out
     if count <= held:
         return f"none: evaluation.held_out={held} holds out all {count} {rows}"
@@ -219,6 +217,18 @@ def arithmetic(config: SupervisedOptions, count: int) -> str:
         f"{steps} optimizer steps of {train.batch_size} {rows}: {count - held} {rows} x {train.epochs} epochs, {held} "
         f"held out; in micro-batches of at most {train.max_tokens} tokens on each of {config.placement.ranks} processes"
     )
+
+
+def _example_counts(config: SupervisedOptions, rows: list[tuple[Source, Rows]]) -> tuple[int, int]:
+    """Return the number of rows of the training data that are used, and the number of examples in them."""
+    parts = [part for source, part in rows if source.option == "data.path"]
+    total = count = sum(map(len, parts))
+    most = config.data.max_samples
+    # A generated task has as many rows as are requested, so its rows here are no limit.
+    if any(is_drawn(source.name) for source, _ in rows):
+        count = most or DEFAULT_ROWS
+    count = min(count, most or count)
+    return count, count * sum(map(config.examples_in, parts)) // max(total, 1)
 
 
 @contextmanager

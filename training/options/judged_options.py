@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from training.options.pair_options import PairDataOptions, PairOptions
 from training.options.schema import without_effect
+from training.options.supervised_options import Rows
 
 if TYPE_CHECKING:
     from components.data.preferences import PairFormat, PreferenceData
@@ -42,6 +43,19 @@ class JudgedOptions(PairOptions):
         if self.reads_labels:
             return 1
         return self.GROUP_SIZE
+
+    @property
+    def noun(self) -> str:
+        """See `SupervisedOptions.noun`."""
+        if self.reads_labels:
+            return "responses"
+        return super().noun
+
+    def examples_in(self, rows: Rows) -> int:
+        """See `SupervisedOptions.examples_in`. With labels, a pair is two examples."""
+        if not self.reads_labels:
+            return len(rows)
+        return sum(1 + (row.get(self.data.completion_key) is None) for row in rows)
 
     def notes(self, set_options: Collection[str]) -> list[str]:
         """See `SupervisedOptions.notes`."""

@@ -186,8 +186,17 @@ class SupervisedOptions(RunOptions):
         if self.train.batch_size < self.placement.ranks:
             yield (
                 f"train.batch_size={self.train.batch_size} is too small for {self.placement.ranks} ranks; raise it, "
-                f"because each rank needs {self.EXAMPLES} of every optimizer step"
+                f"because each rank needs {self.noun} of every optimizer step"
             )
+
+    @property
+    def noun(self) -> str:
+        """Noun for examples in messages of this run."""
+        return self.EXAMPLES
+
+    def examples_in(self, rows: Rows) -> int:
+        """Return the number of examples in rows of the data."""
+        return len(rows)
 
     def steps(self, examples: int) -> int:
         """Return the number of optimizer steps for a number of examples."""

@@ -131,7 +131,7 @@ class SupervisedRun(Run[Batch]):
         epochs = Epochs.of(config, self.data.train)
         count = self._examples(self.data.train)
         held_out = self._examples(self.data.heldout)
-        self.info(f"{count} {config.EXAMPLES} to train on, {held_out} held out; {epochs.steps} optimizer steps")
+        self.info(f"{count} {config.noun} to train on, {held_out} held out; {epochs.steps} optimizer steps")
         stream = RolloutQueue(
             epochs.minibatch, epochs.steps, stopped=lambda: self.trainer.stop_requested, clock=self.clock
         )
@@ -181,5 +181,5 @@ class SupervisedRun(Run[Batch]):
         if accuracy and count:
             score = accuracy | {"examples": count}
             change = f"{score['start']:.3f} -> {score['end']:.3f}"
-            self.info(f"accuracy on {count} held-out {self.config.EXAMPLES}: {change}")
+            self.info(f"accuracy on {count} held-out {self.config.noun}: {change}")
         self.note_end("model", score=score)
