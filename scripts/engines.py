@@ -15,6 +15,10 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plugins.elastic.requests import FleetState
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "scripts"), str(ROOT)]
@@ -31,6 +35,12 @@ def has_ended(run_dir: Path) -> bool:
     return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["status"] != "running"
 
 
+def is_reached(state: FleetState, before: FleetState, target: int) -> bool:
+    """True if the run has taken a request since `before` and has the requested number of engines."""
+    # Before that, the number may be right by chance: an engine may be starting again.
+    return state.requests > before.requests and (state.target, len(state.engines)) == (target, target)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Carry out the command, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -44,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         before = read_state(options.run)
+        ended = has_ended(options.run)
     except (OSError, ValueError) as error:
         print(
             f"{options.run} has no rollout engines that can change ({error}); start the run with "
@@ -54,27 +65,31 @@ def main(arguments: list[str] | None = None) -> int:
     if options.count < 1:
         print(f"{options.count} engines; give at least 1", file=sys.stderr)
         return 2
+    if ended:
+        print(f"{options.run}: the run has ended", file=sys.stderr)
+        return 1
     state = before
     if options.action != "show":
         change = options.count if options.action == "add" else -options.count
-        send_request(options.run, change)
+        request = send_request(options.run, change)
         target = before.target + change
         # The run counts from its own target, which another command may have changed since.
         deadline = time.monotonic() + options.within
         reason = f"not reached within {options.within:g} s"
-        # Until the request is taken, the number may be right by chance: an engine may be starting again.
-        while (state.target, len(state.engines)) != (target, target) and time.monotonic() < deadline:
+        while not is_reached(state, before, target) and time.monotonic() < deadline:
             time.sleep(POLL_S)
             state = read_state(options.run)
             # A run that ends does not take the request, so the number would never be reached.
             if has_ended(options.run):
                 reason = "the run has ended"
                 break
-            # The note of an earlier request stays until the next one.
-            if state.note and state.note != before.note:
+            # Before the request is taken, the note is that of an earlier one.
+            if state.note and state.requests > before.requests:
                 reason = state.note
                 break
-        if (state.target, len(state.engines)) != (target, target):
+        if not is_reached(state, before, target):
+            # A request that the run has not taken must not change it later.
+            request.unlink(missing_ok=True)
             print(f"{options.run}: {target} engines were requested: {reason}", file=sys.stderr)
             return 1
     print(f"{len(state.engines)} of {state.target} engines: {' '.join(state.engines)}")

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from core import Role
+from core.errors import first_line
 from core.plan import ProcessPlan
-from core.supervise.bring_up import BringUp
+from core.supervise.bring_up import BringUp, Stages
 from core.supervise.control import Status
 from core.supervise.watch import WatchedProcess, member_of
 from core.supervise.worker_process import IDLE, CallKey, KeptCall
@@ -53,6 +54,7 @@ class ElasticBringUp(BringUp):
         self._joining: set[WatchedProcess] = set()
         self._away: set[WatchedProcess] = set()
         self._removals: dict[WatchedProcess, Removal] = {}
+        self._failed: list[WatchedProcess] = []
         super().__init__(*arguments)
 
     def engines(self) -> list[WatchedProcess]:
@@ -77,6 +79,11 @@ class ElasticBringUp(BringUp):
     def is_joining(self) -> bool:
         """True if an additional engine is starting. One without a node does not count."""
         return bool(self._joining - self._away)
+
+    @property
+    def away(self) -> list[WatchedProcess]:
+        """Engines that have no node. Others do their work."""
+        return [p for p in self.engines() if p in self._away]
 
     @property
     def is_removing(self) -> bool:
@@ -105,13 +112,21 @@ class ElasticBringUp(BringUp):
         """End the engines that have finished their calls."""
         for process, removal in list(self._removals.items()):
             if process.lost or removal.is_finished():
-                end(process)
-                self._forget(process)
-                free(process.plan.bundle)
+                self.drop(process, end, free)
                 self._watch.info(f"{process.plan.name} has left: {len(self.living())} engines")
 
-    def _forget(self, process: WatchedProcess) -> None:
-        del self._removals[process]
+    def drop_failed(self, end: Callable[[WatchedProcess], None], free: Callable[[int], None]) -> list[tuple[str, str]]:
+        """End the additional engines that could not start. Return the name and the error of each of them."""
+        failed, self._failed = self._failed, []
+        for process in failed:
+            self.drop(process, end, free)
+        return [(process.plan.name, process.lost) for process in failed]
+
+    def drop(self, process: WatchedProcess, end: Callable[[WatchedProcess], None], free: Callable[[int], None]) -> None:
+        """End an engine that has no calls, and release its resources."""
+        end(process)
+        free(process.plan.bundle)
+        self._removals.pop(process, None)
         self._coming.pop(process, None)
         self._joining.discard(process)
         self._away.discard(process)
@@ -131,13 +146,22 @@ class ElasticBringUp(BringUp):
 
     def _ask(self, process: WatchedProcess, method: str, *args: Any) -> Any:
         if method == "repeat" and process in self._joining:
-            return super()._ask(process, method, self._calls_of_another(process))
+            # Kept: the replacement of this engine repeats them too.
+            process.calls = calls_of_another(process, self._watch.processes)
+            return super()._ask(process, method, process.calls)
         return super()._ask(process, method, *args)
 
-    def _calls_of_another(self, process: WatchedProcess) -> dict[CallKey, KeptCall]:
-        ((_, rank),) = process.plan.workers
-        calls = next(p.calls for p in self.living() if any(key[2] == "load" for key in p.calls))
-        return {(role, rank, method): kept for (role, _, method), kept in calls.items() if method != WEIGHTS}
+    def _advance(self, process: WatchedProcess, stages: Stages) -> None:
+        try:
+            super()._advance(process, stages)
+        except Exception as error:
+            # The run does not need it. Its node may lack the model, for example.
+            if not self._is_additional(process):
+                raise
+            process.lose(first_line(error))
+
+    def _is_additional(self, process: WatchedProcess) -> bool:
+        return process in self._joining and process not in self._away
 
     def _announce(self, process: WatchedProcess) -> None:
         if process not in self._joining:
@@ -153,8 +177,11 @@ class ElasticBringUp(BringUp):
         self._watch.info(f"{process.plan.name} has joined: {len(self.living()) + 1} engines")
 
     def start_again(self, process: WatchedProcess, end: Callable[[WatchedProcess], None]) -> None:
-        """Start the replacement of a lost process, unless it is being removed."""
-        if process not in self._removals:  # its calls have been given to another one
+        """Start the replacement of a lost process, unless it is being removed or has never joined."""
+        if self._is_additional(process):
+            if process not in self._failed:
+                self._failed.append(process)
+        elif process not in self._removals:  # its calls have been given to another one
             super().start_again(process, end)
 
     def late(self, limit: float) -> list[tuple[WatchedProcess, str]]:
@@ -164,8 +191,12 @@ class ElasticBringUp(BringUp):
     def _check_room(self, waiting: list[WatchedProcess]) -> None:
         engines = [p for p in waiting if p in self.engines() and p not in self._away]
         for process in engines:
-            waited = time.monotonic() - process.started
-            if process.replaces and waited > AWAY_AFTER_S and self.living() and self._backend.room_missing():
+            if time.monotonic() - process.started <= AWAY_AFTER_S:
+                continue
+            if self._is_additional(process):
+                if not self._backend.is_reserved(process.plan.bundle):
+                    process.lose("its node has left the cluster")
+            elif process.replaces and self.living() and self._backend.room_missing():
                 self._away.add(process)
                 self._joining.add(process)
                 self._give_calls_to_another(process)
@@ -178,3 +209,22 @@ class ElasticBringUp(BringUp):
         # Nodes may leave any number of times.
         if role != Role.ROLLOUT or process.report is None or process.report.node not in self._dead_nodes:
             super()._count(role, process, cause)
+
+
+def calls_of_another(process: WatchedProcess, processes: list[WatchedProcess]) -> dict[CallKey, KeptCall]:
+    """Return the calls that an engine repeats when it joins, from an engine that has loaded the model.
+
+    Args:
+        process: engine that joins.
+        processes: processes of the run. All other engines may be lost at this moment.
+    """
+    ((_, rank),) = process.plan.workers
+    engines = [other for other in processes if other.plan.roles == [Role.ROLLOUT]]
+    calls = next(other.calls for other in engines if any(method == "load" for _, _, method in other.calls))
+    ordered = sorted(calls.items(), key=lambda item: item[1])
+    # Attempt 0 orders them before the calls that the engine receives itself.
+    return {
+        (role, rank, method): (0, number, pickled)
+        for number, ((role, _, method), (_, _, pickled)) in enumerate(ordered)
+        if method != WEIGHTS
+    }

@@ -16,7 +16,7 @@ from core.supervise.master import Master
 from core.supervise.watch import WatchedProcess
 from plugins.elastic.backend import ElasticRay
 from plugins.elastic.bring_up import ElasticBringUp
-from plugins.elastic.requests import RESIZE, FleetState, take_requests, write_state
+from plugins.elastic.requests import RESIZE, FleetState, discard, take_requests, write_state
 
 _LOOK_EVERY_S = 1.0
 _NODES_EVERY_S = 5.0
@@ -37,6 +37,8 @@ class ElasticMaster(Master):
         self._backend = ElasticRay(self._run_id)
         config = self._job.config
         self._run_dir = Path(config.run_dir)
+        # Those of an earlier run in the same folder, which this run may continue.
+        discard(self._run_dir)
         self._most: float = config.elastic.max_engines or math.inf
         self._spreads = config.placement.nodes > 1
         self._target = self._job.roles[Role.ROLLOUT].total
@@ -44,6 +46,7 @@ class ElasticMaster(Master):
         """Plan of the engine whose resources are being reserved, time of the request, and its new node."""
         self._bundle = len(self._job.placement.bundles)
         self._note = ""
+        self._requests = 0
         self._known_nodes: set[str] = set()
         self._new_nodes: list[str] = []
         self._look_at = self._nodes_at = 0.0
@@ -71,6 +74,10 @@ class ElasticMaster(Master):
         for number in self._watch.take(RESIZE):
             self._request(int(number))
         coming.finish_removals(self._end, self._backend.free)
+        for name, why in coming.drop_failed(self._end, self._backend.free):
+            # Another engine on a new node would fail in the same way, again and again.
+            self._new_nodes.clear()
+            self._give_up(f"{name} could not join: {why}")
         if not coming.can_join:
             return
         self._look_for_nodes()
@@ -79,6 +86,10 @@ class ElasticMaster(Master):
             self._await_room(*self._reserving)
         elif number < self._target and not coming.is_joining:
             self._reserve(self._node_to_use())
+        elif number > self._target and coming.away:
+            away = coming.away[-1]
+            coming.drop(away, self._end, self._backend.free)
+            self._watch.info(f"{away.plan.name}, which had no node, has left")
         elif number > self._target and len(coming.living()) > 1 and not coming.is_removing:
             last = max(coming.living(), key=lambda process: process.plan.workers[0][1])
             self._watch.info(f"{last.plan.name} leaves when it has finished its work")
@@ -89,9 +100,11 @@ class ElasticMaster(Master):
 
     def _request(self, number: int) -> None:
         allowed = int(min(max(number, 1), self._most))
+        self._requests += 1
         self._note = ""
         if allowed != number:
-            self._note = f"{number} engines were requested; the limits are 1 and elastic.max_engines={self._most}"
+            most = self._job.config.elastic.max_engines or "no limit"
+            self._note = f"{number} engines were requested; the minimum is 1, the maximum elastic.max_engines={most}"
         self._target = allowed
         self._watch.info(f"{allowed} rollout engines are requested")
 
@@ -123,12 +136,16 @@ class ElasticMaster(Master):
             if new_node:  # it has no room for another engine
                 self._new_nodes.remove(new_node)
                 return
-            self._target = len(self._coming.engines())
-            self._note = (
+            self._give_up(
                 f"no free resources for another engine within placement_timeout={limit:g} s; add nodes to the cluster, "
                 "or free resources on it"
             )
-            self._watch.info(self._note)
+
+    def _give_up(self, note: str) -> None:
+        """Continue with the engines that there are."""
+        self._target = len(self._coming.engines())
+        self._note = note
+        self._watch.info(note)
 
     def _node_to_use(self) -> str | None:
         """Return the node of the policy's rank 0, or None for any node, to which the weights must be served."""
@@ -150,7 +167,7 @@ class ElasticMaster(Master):
 
     def _write_state(self) -> None:
         engines = tuple(process.plan.name for process in self._coming.living())
-        state = FleetState(self._target, engines, self._note)
+        state = FleetState(self._target, engines, self._note, self._requests)
         if state != self._written:
             self._written = state
             write_state(self._run_dir, state)

@@ -28,6 +28,8 @@ class FleetState:
     """Names of the running engines."""
     note: str = ""
     """Reason why the requested number is not reached."""
+    requests: int = 0
+    """Number of requests that the run has taken."""
 
 
 def resize(engines: int) -> None:
@@ -35,14 +37,14 @@ def resize(engines: int) -> None:
     current().emit(RESIZE, engines)
 
 
-def send_request(run_dir: Path, change: int) -> None:
-    """Request that engines are added, or removed if `change` is negative."""
+def send_request(run_dir: Path, change: int) -> Path:
+    """Request that engines are added, or removed if `change` is negative. Return the file, which the run removes."""
     folder = run_dir / FOLDER
     file = folder / f"request-{secrets.token_hex(4)}"
     # Renamed when it is complete, because the run may read it at any moment.
     part = file.with_suffix(".part")
     part.write_text(json.dumps({"change": change}), encoding="utf-8")
-    part.rename(file.with_suffix(".json"))
+    return part.rename(file.with_suffix(".json"))
 
 
 def take_requests(run_dir: Path) -> list[int]:
@@ -53,6 +55,12 @@ def take_requests(run_dir: Path) -> list[int]:
             changes.append(int(json.loads(file.read_text(encoding="utf-8"))["change"]))
         file.unlink(missing_ok=True)
     return changes
+
+
+def discard(run_dir: Path) -> None:
+    """Remove the requests and the state of an earlier run."""
+    take_requests(run_dir)
+    (run_dir / FOLDER / STATE).unlink(missing_ok=True)
 
 
 def write_state(run_dir: Path, state: FleetState) -> None:
@@ -71,4 +79,4 @@ def read_state(run_dir: Path) -> FleetState:
         OSError, ValueError: the run has no such file, or it is damaged.
     """
     values = json.loads((run_dir / FOLDER / STATE).read_text(encoding="utf-8"))
-    return FleetState(int(values["target"]), tuple(values["engines"]), str(values["note"]))
+    return FleetState(int(values["target"]), tuple(values["engines"]), str(values["note"]), int(values["requests"]))

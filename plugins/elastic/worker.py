@@ -12,8 +12,9 @@ class ElasticRolloutWorker(RolloutWorker):
     _has_requested = False
 
     def _restore_weights(self) -> None:
-        # The trainer waits for this engine, so no rank is publishing now: the newest version of rank 0 is the version
-        # that all other engines have. A version that was sent while this engine was starting was not sent to it.
+        # A version that was sent while this engine was starting was not sent to it. The newest version of rank 0 is the
+        # version that all other engines have, because the trainer waits for this engine. With a queue of batches the
+        # ranks may publish meanwhile. This engine may then have the next version, which it would receive anyway.
         if self.received is None and not self._has_requested:
             self._has_requested = True
             self.received = RoleGroup(Role.ACTOR).call_rank0("newest_weights").result()
