@@ -7,7 +7,6 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from components.data.chat import render_conversation
 from components.data.padding import pad_apart_from_end
 from components.data.prompts import PromptSource
 from components.data.supervised import DemonstrationFormat, encode_demonstrations
@@ -107,21 +106,6 @@ def test_chat_messages_and_the_chat_option_use_the_template() -> None:
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="apply_chat_template"):
         render_prompt(turns, tokenizer)
-
-
-def test_a_rendered_conversation_has_its_responses_and_no_generation_prompt() -> None:
-    asking = TURNS + "{% if add_generation_prompt %}?{% endif %}"
-    tokenizer = word_tokenizer(template=asking)
-    turns = [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]
-    assert render_conversation(turns, tokenizer) == "no yes </s>"
-    assert render_prompt(turns, tokenizer) == "no yes </s>?"
-    assert turns == [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]
-    tokenizer.chat_template = "{{ raise_exception('no assistant') }}"
-    with pytest.raises(ValueError, match="no assistant"):
-        render_conversation(turns, tokenizer)
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="apply_chat_template"):
-        render_conversation(turns, tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -230,18 +214,3 @@ def test_vocabularies_are_equal_if_all_tokens_have_equal_ids() -> None:
     assert same_vocabulary(word_tokenizer(ADDS_BOS), word_tokenizer(ADDS_EOS, TURNS))
     assert not same_vocabulary(character_tokenizer("abc"), character_tokenizer("acb"))
     assert not same_vocabulary(character_tokenizer("abc"), character_tokenizer("abcd"))
-
-
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        ("{% for m in messages %}[{{ m.content }}]{% endfor %}", "[a][]"),
-        ("{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}", "[a][]"),
-        ("{% for m in messages %}[{{ 'call' if m.content is none else m.content }}]{% endfor %}", "[a][call]"),
-    ],
-)
-def test_a_null_content_beside_tool_calls_is_not_written_as_none(template: str, text: str) -> None:
-    tokenizer = character_tokenizer("ab")
-    tokenizer.chat_template = template
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
-    assert render_conversation([{"role": "user", "content": "a"}, call], tokenizer) == text
