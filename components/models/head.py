@@ -148,6 +148,7 @@ class _StateLogprobs(torch.autograd.Function):
             # A single chunk fits into memory anyway, so keeping its logits saves the recomputation.
             if len(chunks) == 1 and any(ctx.needs_input_grad):
                 ctx.kept = logits_KV
+            del logits_KV  # otherwise it would be in memory together with the next chunk
         columns: Any = [None if parts[0] is None else torch.cat(parts) for parts in zip(*results, strict=True)]
         logprob_M, entropy_M, log_total_M = columns
         ctx.save_for_backward(state_MH, weight_VH, bias_V, label_M, entropy_M, log_total_M)
@@ -185,6 +186,7 @@ class _StateLogprobs(torch.autograd.Function):
                 ctx.vocabulary.add_weight_gradient(weight_grad_VH, grad_KV, state_KH)
             if bias_grad_V is not None:
                 bias_grad_V += grad_KV.sum(0, dtype=wide)
+            del grad_KV
         if state_grad_MH is not None:
             state_grad_MH = ctx.vocabulary.sum_state_gradient(state_grad_MH)
         return state_grad_MH, weight_grad_VH, bias_grad_V, None, None, None, None

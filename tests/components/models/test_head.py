@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -109,6 +110,22 @@ def test_sums_over_bfloat16_chunks_are_accumulated_in_float32() -> None:
         state_logprobs(state_MH, weight_VH, None, label_M, 1.0, with_entropy=False)[0].sum().backward()
     assert weight_VH.grad is not None
     assert weight_VH.grad.flatten().tolist() == [150.0, -150.0]
+
+
+def test_the_logits_of_a_chunk_are_freed_before_the_next_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits: list[weakref.ref[Tensor]] = []
+
+    def recorded(*arguments: Any) -> Tensor:
+        assert not any(reference() is not None for reference in logits)
+        result = nn.functional.linear(*arguments)
+        logits.append(weakref.ref(result))
+        return result
+
+    monkeypatch.setattr(head_logprobs, "linear", recorded)
+    state_MH, weight_VH, bias_V, label_M = layer()
+    with small_chunks(rows=3):
+        state_logprobs(state_MH, weight_VH, bias_V, label_M, 1.0, with_entropy=True)[0].sum().backward()
+    assert len(logits) == 6
 
 
 def test_frozen_parameters_get_no_gradient() -> None:
