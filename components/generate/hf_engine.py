@@ -179,7 +179,8 @@ class HFRolloutEngine(RolloutEngine):
             logits_AV = self.model(
                 input_ids=token_A[:, None],
                 attention_mask=None if mask_AS is None else mask_AS[:, : longest + k + 1],
-                position_ids=(position_A + k)[:, None],
+                # Finished rows that remain in the cache may exceed the positions of the model.
+                position_ids=(position_A + k).clamp(max=(self.positions or 2**31) - 1)[:, None],
                 past_key_values=cache,
                 use_cache=True,
             ).logits[:, -1]

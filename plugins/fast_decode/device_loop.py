@@ -126,7 +126,9 @@ def generate_rows(engine: HFRolloutEngine, prompts: Batch, sampling: SamplingCon
         mask = mask_AS
         if mask is not None:
             mask = mask[..., : longest + k + 1]
-        logits_AV = next_logits(engine.model, token_A, mask, position_A + k, cache)
+        # Finished rows that remain in the cache may exceed the positions of the model.
+        position = (position_A + k).clamp(max=(engine.positions or 2**31) - 1)
+        logits_AV = next_logits(engine.model, token_A, mask, position, cache)
     return rows
 
 

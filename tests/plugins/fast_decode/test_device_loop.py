@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from components.batch import Batch
 from components.generate.config import SamplingConfig
@@ -124,6 +125,20 @@ def test_draws_have_the_frequencies_of_the_probabilities_and_never_exclude_a_tok
     assert ((frequency_V - probability_V).abs() <= 4.5 * error_V + 1e-9).all()
     chi_square = (((frequency_V - probability_V) ** 2 / probability_V)[probability_V > 1e-4]).sum() * draws
     assert chi_square < 90  # 38 degrees of freedom: a larger value has a probability below 1e-5
+
+
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_finished_rows_do_not_exceed_the_positions_of_the_model(tmp_path: Path, is_on_gpu: bool) -> None:
+    config = GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=64, bos_token_id=2, eos_token_id=1)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    engine = HFRolloutEngine(tmp_path)
+    never_ends(engine)
+    engine._decoding.is_on_gpu = is_on_gpu  # pyright: ignore[reportAttributeAccessIssue]
+    # The last row ends after 2 tokens. A row of 40 does not leave the cache alone.
+    rows, limits = [[2, 3, 4]] * 39 + [[2] + [5] * 61], [40] * 39 + [2]
+    numbers = {"prompt_id": list(range(40)), "sample_id": [0] * 40, "max_new_tokens": limits}
+    result = engine.generate(Batch.from_rows({"tokens": rows}, numbers), SamplingConfig(max_new_tokens=40))
+    assert result.lengths.tolist() == [43] * 39 + [64]
 
 
 def test_logits_that_are_not_numbers_raise_an_error(engines: tuple[HFRolloutEngine, HFRolloutEngine]) -> None:
