@@ -44,7 +44,8 @@ def _kernel(
     last_cos = tl.load(cos + angle + half, mask=is_lane, other=0.0).to(tl.float32)[None, :]
     first_sin = tl.load(sin + angle, mask=is_lane, other=0.0).to(tl.float32)[None, :]
     last_sin = tl.load(sin + angle + half, mask=is_lane, other=0.0).to(tl.float32)[None, :]
-    head = tl.arange(0, HEADS)
+    # Heads may be 2^31 and more numbers apart in total: 64 heads of 128 numbers with 262,144 tokens.
+    head = tl.arange(0, HEADS).to(tl.int64)
     inside = (head < heads)[:, None] & is_lane[None, :]
     source = x + batch * x_batch + token * x_token + head[:, None] * x_head + lane[None, :]
     first = tl.load(source, mask=inside, other=0.0).to(tl.float32)

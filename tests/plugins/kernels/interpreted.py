@@ -30,7 +30,7 @@ from plugins.kernels import softmax
 from plugins.kernels.vocabulary import FusedVocabulary
 from plugins.layer_kernels.gate import GatedActivation
 from plugins.layer_kernels.norm import RMSNorm
-from plugins.layer_kernels.rotary import apply_rotary
+from plugins.layer_kernels.rotary import apply_rotary, rotate
 
 Operation = Callable[..., Tensor]
 SIZES = {"M": 6, "V": 100, "H": 8}
@@ -241,6 +241,16 @@ def rotated(rotate: Any) -> Operation:
     return compute
 
 
+def far() -> list[float]:
+    """Return the sums of heads of ones, twos and threes that are 2^30 numbers apart in memory, rotated by 0."""
+    # Memory that is not written is not allocated by the kernel of the operating system.
+    memory = torch.empty(2**31 + 8, dtype=torch.bfloat16)
+    x_BHTD = memory.as_strided((1, 3, 1, 8), (8, 2**30, 8, 1))
+    x_BHTD[:] = torch.arange(1, 4)[None, :, None, None]
+    angle = torch.zeros(1, 1, 8)
+    return rotate(x_BHTD, angle.cos(), angle.sin(), torch.float32, False).sum((0, 2, 3)).tolist()
+
+
 def norm(offset: float) -> Operation:
     """Return the RMS norm with weights in any dtype."""
     return lambda x, w: x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * (w + offset)
@@ -334,7 +344,7 @@ if __name__ == "__main__":
     round_to_nearest()
     np.seterr(all="ignore")
     work, *arguments = sys.argv[1:]
-    functions = {"head": head, "edges": edges, "parts": parts, "layers": layers, "trained": trained}
+    functions = {"head": head, "edges": edges, "parts": parts, "layers": layers, "trained": trained, "far": far}
     json.dump(functions[work](*arguments), sys.stdout)
     sys.stdout.flush()
     os._exit(0)

@@ -28,6 +28,11 @@ def test_fused_layers_equal_float64_as_closely_as_plain_ones() -> None:
 
 
 @pytest.mark.full
+def test_heads_may_be_more_than_2_31_numbers_apart() -> None:
+    assert result_of(start("far")) == [8, 16, 24]
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_kernels_compile_for_gpus(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
