@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 
 ELEMENTS = 4096
 """Number of numbers of a block of rows, unless a single row has more."""
+WARPS = 8
+"""Number of warps of a program. With 4, a row of more than 4096 numbers exceeds the registers of a thread."""
 PROGRAMS = 512
 """Maximum number of programs of the backward pass. Each sums the gradient of the weights over its rows."""
 
@@ -105,7 +107,8 @@ def norm_rows(x_NH: Tensor, weight_H: Tensor, eps: float, offset: float, dtype: 
     blocks = _blocks(size)
     if rows:
         kernel: Any = _forward_kernel[(triton.cdiv(rows, blocks["ROWS"]),)]
-        kernel(x_NH, weight_H, result_NH, inverse_N, rows, size, eps, OFFSET=offset, **blocks)
+        tensors = x_NH, weight_H, result_NH, inverse_N
+        kernel(*tensors, rows, size, eps, OFFSET=offset, **blocks, num_warps=WARPS)
     return result_NH, inverse_N
 
 
@@ -136,7 +139,7 @@ def norm_gradient(
     if rows:
         kernel: Any = _backward_kernel[(programs,)]
         tensors = grad_NH, x_NH, weight_H, inverse_N, result_NH, sums_PH
-        kernel(*tensors, rows, size, programs, OFFSET=offset, SUMS=has_sums, **blocks)
+        kernel(*tensors, rows, size, programs, OFFSET=offset, SUMS=has_sums, **blocks, num_warps=WARPS)
     return result_NH, sums_PH
 
 
