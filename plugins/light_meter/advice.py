@@ -98,7 +98,7 @@ def _larger_micro_batches(config: Any, seconds: Mapping[str, float], tokens: flo
     """Passes have so few tokens that their fixed cost is a large part of them."""
     most = config.train.max_tokens
     taken = _taken(seconds, TRAIN)
-    each = tokens / config.updates_per_step / (config.placement.actor_ranks or 1)
+    each = tokens * config.train.epochs / config.updates_per_step / (config.placement.actor_ranks or 1)
     if taken is None or config.train.micro_batch_size or not most or most >= min(FEW_TOKENS, each):
         return
     larger = 2 ** math.ceil(math.log2(min(FEW_TOKENS, each)))
@@ -122,6 +122,9 @@ def _generation_ahead(config: Any, seconds: Mapping[str, float], cores: int) -> 
     taken = _taken(seconds, GENERATE)
     placement = config.placement
     if taken is None or placement.colocate or config.asynchronous.enabled or cores < 2:
+        return
+    # These runs are refused with it.
+    if config.backend == "local" or placement.takes_turns:
         return
     gain = min(taken[1], seconds["step"] - taken[1])
     loss = "engines and learners wait for each other"

@@ -120,7 +120,8 @@ def phases(config: Any) -> dict[str, list[Work]]:
     reference: list[Work] = []
     if config.needs_reference:
         count = placement.references or ranks
-        reference = [Work(kind="forward", role="REFERENCE", size=policy, ranks=count)]
+        size = model_size(_reference_path(config)) or policy
+        reference = [Work(kind="forward", role="REFERENCE", size=size, ranks=count)]
     critic: list[Work] = []
     critic_train: list[Work] = []
     # Only the recipes with a critic have the property.
@@ -145,6 +146,12 @@ def phases(config: Any) -> dict[str, list[Work]]:
         "update_actor": [train],
         "update_critic": critic_train,
     }
+
+
+def _reference_path(config: Any) -> str:
+    """Return the path of the reference model, which is the teacher in a distillation."""
+    paths = (getattr(config, "teacher", None), "path"), (config.algorithm, "reference_path")
+    return next(filter(None, (getattr(*place, "") for place in paths)), config.model.path)
 
 
 def worker_threads(plan: Mapping[str, Any]) -> int:

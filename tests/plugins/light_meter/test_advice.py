@@ -29,6 +29,8 @@ def test_slow_reward_in_one_process_is_to_have_a_process_for_each_core(config: A
 def test_micro_batches_of_few_tokens_are_to_be_larger(config: Any) -> None:
     small = replace(config, train=replace(config.train, max_tokens=32))
     assert option(small) == "train.max_tokens=256"
+    # Further epochs have more optimizer steps of the same size.
+    assert option(replace(small, train=replace(small.train, epochs=4))) == "train.max_tokens=256"
 
 
 def test_checkpointing_is_to_be_off_on_a_cpu(config: Any) -> None:
@@ -39,6 +41,9 @@ def test_checkpointing_is_to_be_off_on_a_cpu(config: Any) -> None:
 def test_roles_with_devices_of_their_own_are_to_work_at_the_same_time(config: Any) -> None:
     apart = replace(config, placement=replace(config.placement, colocate=False))
     assert option(apart) == "asynchronous.enabled=true"
+    # Otherwise the run with the advice would be refused.
+    assert option(replace(apart, backend="local")) == ""
+    assert option(replace(apart, placement=replace(apart.placement, engines_sleep=True))) == ""
 
 
 def test_phase_that_takes_little_of_a_step_has_no_advice(config: Any) -> None:

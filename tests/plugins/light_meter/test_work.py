@@ -8,6 +8,8 @@ import pytest
 from components.batch import Batch
 from components.models.size import model_size
 from plugins.light_meter.work import Lengths, Work, phases, worker_threads
+from recipes.distill.main import read_config as read_distill_config
+from tests.components.conftest import write_model
 
 
 def test_lengths_of_a_batch_count_a_common_prompt_once() -> None:
@@ -38,6 +40,13 @@ def test_phases_have_the_models_that_the_options_ask_for(config: Any) -> None:
     assert [each.updates for each in work["train"]] == [2]
     config.algorithm.kl_coef = 0.1
     assert [each.role for each in phases(config)["logprobs"]] == ["ACTOR", "REFERENCE"]
+
+
+def test_the_reference_of_a_distillation_has_the_size_of_the_teacher(model: Path, tmp_path: Path) -> None:
+    teacher = write_model(tmp_path / "teacher", seed=1, tied=False)
+    words = [f"model.path={model}", f"teacher.path={teacher}", "data.path=task:sort"]
+    (reference,) = [each for each in phases(read_distill_config(words))["logprobs"] if each.role == "REFERENCE"]
+    assert reference.size == model_size(str(teacher)) != model_size(str(model))
 
 
 def test_threads_are_those_of_the_workers_in_the_plan() -> None:
