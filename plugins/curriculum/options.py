@@ -42,5 +42,7 @@ def faults(config: RLOptions) -> Iterator[str]:
         yield f"{selected} and {config.FILTER_OPTION} both select prompts; unset one of them"
     if config.asynchronous.partial_rollout:
         yield f"{selected} needs complete groups of responses in each step; unset asynchronous.partial_rollout"
+    if not config.data.shuffle:
+        yield f"{selected} draws the prompts of each step, so data.shuffle=false has no effect; unset one of them"
     if config.rollout.replay_from:
         yield f"{selected} has no effect on stored rollouts; unset it, or rollout.replay_from"

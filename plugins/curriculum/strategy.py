@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from components.data.samples import main_branches
 from plugins.curriculum.difficulty import Difficulty
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ class Curriculum:
         """See `RolloutStrategy.fill`."""
         rollouts = self._run.respond_to_next(self._run.config.prompts_per_step, step)
         scores: dict[int, list[float]] = {}
-        for prompt_id, score in zip(rollouts["prompt_id"].tolist(), rollouts["score"].tolist(), strict=True):
+        # Each branch of an episode has the score of the episode, which counts once.
+        samples = main_branches(rollouts)
+        for prompt_id, score in zip(samples["prompt_id"].tolist(), samples["score"].tolist(), strict=True):
             scores.setdefault(prompt_id % len(self._run.prompts.rows), []).append(score)
         # A prompt whose rewards all failed is not in the rollouts, and stays as it was.
         for row, of_row in scores.items():

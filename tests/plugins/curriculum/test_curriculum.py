@@ -69,6 +69,7 @@ def test_the_state_is_restored_to_the_bit() -> None:
     ("options", "facts"),
     [
         ("algorithm.filter_range=[0.0,1.0]", ["data.curriculum=variance", "algorithm.filter_range"]),
+        ("data.shuffle=false", ["data.curriculum=variance", "data.shuffle=false"]),
         ("curriculum.shares=[0.5,0.6,0.2]", ["curriculum.shares=[0.5, 0.6, 0.2]", "sum to 1"]),
     ],
 )
