@@ -16,7 +16,8 @@ def faults(config: Any) -> Iterator[str]:
         yield "checkpoint.export=best exports to checkpoint.export_path, which is not set; set it"
     evaluation = config.evaluation
     if not evaluation.path and not getattr(evaluation, "held_out", 0):
-        yield "checkpoint.export=best needs held-out data; set evaluation.path (or evaluation.held_out)"
+        names = [f"evaluation.{name}" for name in ("path", "held_out") if hasattr(evaluation, name)]
+        yield f"checkpoint.export=best needs held-out data; set {' or '.join(names)}"
     elif evaluation.every < 1:
         yield "checkpoint.export=best compares the evaluations during training; set evaluation.every"
 

@@ -38,5 +38,7 @@ def test_an_export_that_cannot_be_decided_is_refused(options: str, facts: list[s
 
 def test_an_rl_recipe_refuses_it_without_held_out_prompts() -> None:
     words = "model.path=m data.path=d reward.source=exact checkpoint.export=best checkpoint.export_path=x"
-    with pytest.raises(ValueError, match=says("checkpoint.export=best", "evaluation.path")):
+    with pytest.raises(ValueError, match=says("checkpoint.export=best", "evaluation.path")) as raised:
         read_grpo(list[str](words.split()))
+    # An option of supervised recipes only.
+    assert "evaluation.held_out" not in str(raised.value)
