@@ -111,7 +111,8 @@ def read_rows(logits_KV: Tensor, place_K: Tensor, scale: float) -> Tensor:
     result_4K = torch.empty(4, rows, dtype=torch.float32, device=logits_KV.device)
     if rows:
         numbers = rows, logits_KV.stride(0), size, scale
-        launch(_read_kernel, (rows,), logits_KV, place_K, result_4K, *numbers, BLOCK=_block(size, FORWARD_BLOCK))
+        tensors = logits_KV, place_K.contiguous(), result_4K
+        launch(_read_kernel, (rows,), *tensors, *numbers, BLOCK=_block(size, FORWARD_BLOCK))
     return result_4K
 
 
@@ -137,7 +138,8 @@ def replace_rows(logits_KV: Tensor, place_K: Tensor, numbers_CK: Tensor, scale: 
     grid = rows, triton.cdiv(size, block)
     numbers = rows, logits_KV.stride(0), size, scale
     has_entropy = len(numbers_CK) == 4
-    launch(_write_kernel, grid, logits_KV, place_K, numbers_CK, *numbers, BLOCK=block, ENTROPY=has_entropy)
+    tensors = logits_KV, place_K.contiguous(), numbers_CK.contiguous()
+    launch(_write_kernel, grid, *tensors, *numbers, BLOCK=block, ENTROPY=has_entropy)
 
 
 @replace_rows.register_fake

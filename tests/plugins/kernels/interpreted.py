@@ -149,7 +149,8 @@ def edges() -> dict[str, Any]:
         # All logits of the first block, and some others.
         with torch.no_grad():
             bias_V[:32] = bias_V[50:60] = -torch.inf
-        label_M = label_M.clamp(min=60)
+        # The labels are a column, so they are not contiguous.
+        label_M = label_M.clamp(min=60)[:, None].repeat(1, 3)[:, 0]
         logprob_M, entropy_M = state_logprobs(state_MH, weight_VH, bias_V, label_M, 1.3, True, vocabulary)
         assert entropy_M is not None
         (logprob_M + entropy_M).sum().backward()
