@@ -40,9 +40,10 @@ options of this project (`train.learning_rate`). `--print_config` prints the res
 the plan; neither starts anything.
 
 The command may also be pasted as it is, with its launcher and program: `bash recipes/openrlhf_ppo/run.sh ray job submit
-... -- python3 -m openrlhf.cli.train_ppo_ray ...`. The same holds for `train_sft` (recipes/sft), `train_dpo`
-(recipes/dpo) and `train_rm` (recipes/reward_model); `serve_rm` is `python -m recipes.reward_model.serve`. `train_kto`,
-`train_prm`, `train_kd`, `batch_inference`, `interactive_chat` and `lora_combiner` are refused with what to use instead.
+... -- python3 -m openrlhf.cli.train_ppo_ray ...`. The same holds for `train_sft` (recipes/sft), `train_dpo` and
+`train_kto` (recipes/dpo) and `train_rm` (recipes/reward_model); `serve_rm` is `python -m recipes.reward_model.serve`.
+`train_prm`, `train_kd`, `train_opd`, `batch_inference`, `interactive_chat` and `lora_combiner` are refused with what to
+use instead.
 
 A flag is never ignored silently. If a flag is not supported, the command ends with exit code 2, and the error names the
 option to use for every such flag. A flag that has no effect, alone or in combination, is printed at start-up.
