@@ -44,7 +44,8 @@ def guarded(timeout_s: float) -> Iterator[float]:
     handshake = find("handshake", "group")
     with (handshake or nullcontext)(timeout_s) as opening_s:
         yield opening_s
-    set_timeouts(timeout_s, limit)
+        # Before the handshake ends, whose collectives would otherwise have the short timeout of the creation.
+        set_timeouts(timeout_s, limit)
     if context is not None:
         role = str(context.identity.role)
         Watch(role, _store_address(), limit, _reporter(context), _log_folder(context)).start()

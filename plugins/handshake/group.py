@@ -45,14 +45,17 @@ def opened(timeout_s: float) -> Iterator[float]:
         return
     identity = context.identity
     spans_machines = identity.local_world_size < identity.world_size
-    limit = limit_of(context.config, spans_machines=spans_machines)
+    # Each rank sees only its own GPU, so the number of GPUs of the machine is not known here.
+    is_large = spans_machines or compute_device().type == "cuda"
+    limit = limit_of(context.config, is_large=is_large)
     if not limit:
         yield timeout_s
         return
     with checked_group(identity.name, str(identity.role), limit, timeout_s):
         yield min(limit / ATTEMPTS, timeout_s)
+    # The block has set the timeout of the collectives, which is longer than the limit.
     nbytes = SMALL_BYTES
-    if spans_machines or compute_device().type == "cuda":
+    if is_large:
         nbytes = LARGE_BYTES
     check_collectives(identity.name, str(identity.role), limit, nbytes)
 
@@ -107,8 +110,11 @@ def check_collectives(name: str, role: str, limit: float, nbytes: int) -> None:
                 time.sleep(_POLL_S)
             if work is None or not work.is_completed():
                 error = f"not done within {limit:g} s"
-            elif float(values[0]) != dist.get_world_size() or float(values[-1]) != dist.get_world_size():
-                error = f"the sum of ones is {float(values[0]):g}"
+            else:
+                # A failed collective counts as completed. Its error is raised here.
+                work.wait()
+                if {float(values[0]), float(values[-1])} != {float(dist.get_world_size())}:
+                    error = f"the sum of ones is {float(values[0]):g}"
         except RuntimeError as failure:
             error = str(failure).splitlines()[0]
         if error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from core.placement import detect_devices
@@ -13,16 +14,24 @@ LARGE_BYTES = 64 * 2**20
 """Sizes of the messages that are sent. The large one is sent between machines and GPUs only."""
 
 
-def limit_of(config: Any, *, spans_machines: bool = False) -> float:
+def check_if_used(trainer: Any, config: Any) -> None:
+    """Check the channels of a job if its handshake is used; see `check` in channels.py."""
+    if limit_of(config):
+        # A run in local mode does without Ray, which takes 0.4 s to import.
+        importlib.import_module("plugins.handshake.channels").check(trainer, config)
+
+
+def limit_of(config: Any, *, is_large: bool = False) -> float:
     """Return the time limit of each channel in seconds, or 0 if the handshake is not used.
 
     Args:
         config: options of the run.
-        spans_machines: True if processes on several machines are known to take part.
+        is_large: True if processes on several machines or GPUs are known to take part.
     """
     placement = getattr(config, "placement", None)
     limit = getattr(placement, "handshake_timeout", None)
     if limit is not None:
         return float(limit)
-    is_large = spans_machines or getattr(placement, "nodes", 1) > 1 or detect_devices() > 1
-    return DEFAULT_S if is_large else 0.0
+    if is_large or getattr(placement, "nodes", 1) > 1 or detect_devices() > 1:
+        return DEFAULT_S
+    return 0.0

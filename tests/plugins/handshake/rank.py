@@ -25,6 +25,9 @@ def group(limit: float) -> str:
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=limit / ATTEMPTS)
         )
+    # Rank 1 ends as if its machine were lost, once the group is there.
+    if rank and "ENDS" in os.environ:
+        os._exit(0)
     began = time.monotonic()
     check_collectives(f"ACTOR-{rank}", "ACTOR", limit, int(os.environ["NBYTES"]))
     seconds = time.monotonic() - began

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +21,7 @@ from tests.messages import says
 from tests.plugins.handshake.job_roles import Settings
 
 ROLES = "tests.plugins.handshake.job_roles"
+ROOT = Path(__file__).parents[3]
 
 
 def placed(**placement: object) -> SimpleNamespace:
@@ -30,7 +34,7 @@ def test_handshake_is_used_with_several_machines_or_gpus_or_if_asked(monkeypatch
     assert limit_of(placed(nodes=2, handshake_timeout=None)) == DEFAULT_S
     assert limit_of(placed(nodes=2, handshake_timeout=0)) == 0
     assert limit_of(placed(nodes=1, handshake_timeout=7)) == 7
-    assert limit_of(SimpleNamespace(), spans_machines=True) == DEFAULT_S
+    assert limit_of(SimpleNamespace(), is_large=True) == DEFAULT_S
     monkeypatch.setattr(settings, "detect_devices", lambda: 8)
     assert limit_of(placed(nodes=1, handshake_timeout=None)) == DEFAULT_S
     # Without a limit, nothing of the job is looked at.
@@ -45,6 +49,23 @@ def test_a_transfer_reports_why_it_failed() -> None:
         assert fetch(address, 1024, 0.2) == "no response within 0.2 s"
         assert reach(address, 0.2, 0.2) == ""
     assert re.search(says("refused", "0.3 s"), reach(address, 0.2, 0.3))
+
+
+@pytest.mark.full
+def test_a_collective_of_a_rank_that_ends_reports_the_error_of_the_connection() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(2):
+        env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env |= {"NBYTES": "1024", "ENDS": "1"}
+        command = [sys.executable, "-m", "tests.plugins.handshake.rank", "group", "20"]
+        ranks.append(subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, text=True, cwd=ROOT))
+    output, _ = ranks[0].communicate(timeout=120)
+    ranks[1].communicate(timeout=120)
+    assert re.search(says("collectives of ACTOR (all_reduce of 1,024 bytes on cpu)", "ACTOR-0", "onnection"), output)
+    assert "sum of ones" not in output
 
 
 def run(folder: Path, *, stops: bool = False) -> JobResult:
