@@ -402,8 +402,9 @@ def _end_all_of(folder: Path) -> None:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # the process has ended in the meantime, or is another user's
             is_named = os.fsencode(folder) in (process / "cmdline").read_bytes()
-            opened = any(file.readlink().is_relative_to(folder) for file in (process / "fd").iterdir())
-            if is_named or (process.name != str(os.getpid()) and opened):
+            # Not evaluated yet: it raises an error if a file is closed meanwhile, and a named process is killed anyway.
+            opened = (file.readlink().is_relative_to(folder) for file in (process / "fd").iterdir())
+            if is_named or (process.name != str(os.getpid()) and any(opened)):
                 os.kill(int(process.name), signal.SIGKILL)
 
 
