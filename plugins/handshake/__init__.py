@@ -3,4 +3,4 @@
 `placement.handshake_timeout` loads it, and every job on several machines or GPUs.
 """
 
-PROVIDES = {"handshake": {"group": "group:opened", "channels": "settings:check_if_used"}}
+PROVIDES = {"handshake": {"group": "group:opened", "channels": "start:check_if_used"}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from core.placement import detect_devices
@@ -12,13 +11,6 @@ DEFAULT_S = 20.0
 SMALL_BYTES = 1024
 LARGE_BYTES = 64 * 2**20
 """Sizes of the messages that are sent. The large one is sent between machines and GPUs only."""
-
-
-def check_if_used(trainer: Any, config: Any) -> None:
-    """Check the channels of a job if its handshake is used; see `check` in channels.py."""
-    if limit_of(config):
-        # A run in local mode does without Ray, which takes 0.4 s to import.
-        importlib.import_module("plugins.handshake.channels").check(trainer, config)
 
 
 def limit_of(config: Any, *, is_large: bool = False) -> float:
