@@ -70,8 +70,11 @@ class DPOTrainer(BaseTrainer):
         if not self.config.reads_labels:
             return minibatch
         # With the weights before the step, as the loss is. It is a constant of the loss, without a gradient.
-        mismatched = minibatch.select(slice(1, None, PAIR))
-        return with_kl(minibatch, self.logprobs(self.RG_ACTOR.logprobs, mismatched))
+        size = len(minibatch) // PAIR
+        # The last mini-batch of an epoch may be smaller than the number of ranks. With a sharded model each needs one.
+        index = torch.arange(max(size, self.config.placement.ranks)) % size
+        mismatched = minibatch.select(PAIR * index + 1)
+        return with_kl(minibatch, self.logprobs(self.RG_ACTOR.logprobs, mismatched)[:size])
 
     def with_reference(self, pairs: Batch) -> Batch:
         """Add `reference_logprob` [B], the log-probability of each response under the reference model, in nats."""

@@ -2,13 +2,19 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from local_runs import run_locally
 from test_dpo import SHORT, difference, truth
 from tiny_models import byte_tokenizer, write_policy
 
+from components.batch import Batch
 from components.models.sources import resolve_model
+from recipes.dpo.main import read_config
+from recipes.dpo.trainer import DPOTrainer
 
 LABELLED = [
     {"prompt": "one plus one is", "completion": " two", "label": True},
@@ -52,6 +58,29 @@ def test_kto_orpo_and_simpo_train_in_short_runs(policy: Path, tmp_path: Path) ->
     for name in ("orpo", "simpo"):
         losses = [line["eval/loss"] for line in runs[name].lines if "eval/loss" in line]
         assert losses[-1] < losses[0]
+
+
+def test_every_rank_computes_a_mismatched_response_of_a_last_small_minibatch() -> None:
+    words = "model.path=m data.path=d algorithm.loss=kto placement.ranks_per_node=4"
+    sent: list[list[int]] = []
+
+    def logprobs(_: object, batch: Batch) -> torch.Tensor:
+        sent.append(batch["tokens"].tolist())
+        return batch["tokens"].float()
+
+    trainer: Any = SimpleNamespace(
+        config=read_config(list[str](words.split())), RG_ACTOR=SimpleNamespace(logprobs=None)
+    )
+    trainer.logprobs = logprobs
+    minibatch = Batch.from_rows(
+        {"tokens": [[1], [2], [3], [4]]},
+        {"reference_logprob": [0.0, 1.0, 0.0, 1.0], "is_desirable": [True, True, False, False]},
+    )
+    responses = DPOTrainer.with_estimate(trainer, minibatch)
+    # Two examples for four ranks. A repeated response does not change the estimate, (2 - 1 + 4 - 1) / 2.
+    assert sent == [[2, 4, 2, 4]]
+    assert responses["tokens"].tolist() == [1, 3]
+    assert responses["kl"].tolist() == [2.0, 2.0]
 
 
 @pytest.mark.nightly
