@@ -65,6 +65,10 @@ class ElasticBringUp(BringUp):
         """Return the engines that have started and are not lost."""
         return [p for p in self.engines() if not p.lost and p not in self._coming]
 
+    def has_started(self, process: WatchedProcess) -> bool:
+        """True if a process is not starting."""
+        return process not in self._coming
+
     @property
     def have_all_started(self) -> bool:
         """True if no process is starting, except engines that have no node."""

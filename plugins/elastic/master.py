@@ -59,8 +59,9 @@ class ElasticMaster(Master):
             self._resize()
 
     def _collect(self, calls: list[tuple[WatchedProcess, Any]]) -> None:
-        # A call to an engine that waits for a node would be answered only after one has joined.
-        super()._collect([(process, reference) for process, reference in calls if process.report is not None])
+        # A call to an engine that waits for a node would be answered only after one has joined, and a call to one that
+        # loads its model only after that.
+        super()._collect([(process, reference) for process, reference in calls if self._coming.has_started(process)])
 
     def _end_processes(self) -> None:
         self._reserving = None

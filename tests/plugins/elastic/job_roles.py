@@ -36,6 +36,11 @@ class Settings:
         """File during whose presence an engine cannot load its model."""
         return self.run_dir / "fails"
 
+    @property
+    def loads(self) -> Path:
+        """File during whose presence an engine starts to load a large model."""
+        return self.run_dir / "loads"
+
 
 class Rank(BaseWorkload):
     """The only rank of the policy."""
@@ -50,6 +55,9 @@ class Engine(BaseWorkload):
     def load(self, model: str) -> None:
         if self.config.fails.exists():
             raise FileNotFoundError(f"{model} is not on this node")
+        if self.config.loads.exists():
+            self.config.loads.unlink()
+            time.sleep(10 * WITHIN_S)
         self.model = model
 
     @trainer_invocation(idempotent=True)
@@ -86,3 +94,6 @@ class Trainer(BaseTrainer):
         resize(3)
         self.wait_until(lambda: len(self.RG_ROLLOUT) == 3)
         print("at the end:", [(rank, model) for rank, _, model in self.RG_ROLLOUT.state()])
+        self.config.loads.touch()
+        resize(4)
+        self.wait_until(lambda: not self.config.loads.exists())
