@@ -16,7 +16,7 @@ from training.run.checkpoint_size import checkpoint_bytes
 SYNC = ("sync", "update_weights")
 CHECKPOINT = ("checkpoint", "save_checkpoint")
 WIDTH = {"fp32": 4, "bf16": 2, "bf16_autocast": 4}
-"""Bytes of a weight by training precision."""
+"""Bytes of a weight in the engine hf by training precision."""
 _DTYPE = {"fp32": "float32", "bf16": "bfloat16", "bf16_autocast": "bfloat16"}
 _OPTIMIZER_BYTES = 28
 """Bytes of AdamW per parameter: weight, gradient and two moments are read, and three of them written, in float32."""
@@ -82,7 +82,11 @@ class Limits:
     @property
     def width(self) -> int:
         """Number of bytes of a weight in the engines."""
-        return WIDTH[self.config.train.precision]
+        precision = self.config.train.precision
+        # vLLM holds its weights in the dtype of products.
+        if precision == "bf16_autocast" and self.config.rollout.engine == "vllm":
+            return WIDTH["bf16"]
+        return WIDTH[precision]
 
     def bounds(self, lengths: Lengths, took: Mapping[str, float]) -> dict[str, float]:
         """Return the bound of each phase that a step has, in seconds.

@@ -1,5 +1,6 @@
 """Bounds of the phases on a machine with round numbers."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,6 +31,13 @@ def test_generation_is_bound_by_memory_if_there_are_few_rows_and_by_products_if_
     assert limits.seconds(decode, one) == pytest.approx(10 * weights, rel=0.1)
     many = Lengths.assumed(prompts=10_000, samples=1, prompt=5, response=10, longest=10)
     assert limits.seconds(decode, many) == pytest.approx(decode.operations(many) / 1e9)
+
+
+@pytest.mark.parametrize(("engine", "width"), [("hf", 4), ("vllm", 2)])
+def test_weights_of_an_autocast_run_have_the_width_of_the_engine(config: Any, engine: str, width: int) -> None:
+    train = replace(config.train, precision="bf16_autocast")
+    config = replace(config, train=train, rollout=replace(config.rollout, engine=engine))
+    assert Limits.of_run(config, RoundSpeed(), threads=1).width == width
 
 
 def test_bound_of_the_weight_sync_is_two_copies_of_the_weights(config: Any) -> None:
