@@ -140,9 +140,9 @@ class EpisodeRunner:
         """Load published weights. Running episodes continue with them. Raises the errors of the engine."""
         self._loop_runner.run(self.engine.receive(handle, verify))
 
-    def check(self, probe: Any) -> None:
+    def check(self, probe: Any) -> dict[str, float]:
         """See `RolloutEngine.check`."""
-        self._loop_runner.run(self.engine.check(probe))
+        return self._loop_runner.run(self.engine.check(probe))
 
     def metrics(self) -> dict[str, float]:
         """See `RolloutEngine.metrics`."""

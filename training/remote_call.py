@@ -40,7 +40,9 @@ def check_engines(
         return engines
     # On request, since a pass of the policy per version would cost 2 % of the demonstration's step.
     probe = actor.call("measure_probe").result()[0]
-    return rollout.call("check_engine", probe).result()
+    checks = rollout.call("check_engine", probe).result()
+    joined = [metrics | check for metrics, check in zip(engines, checks, strict=True)]
+    return [{name: value for name, value in metrics.items() if name != "check_due"} for metrics in joined]
 
 
 def sync_metrics(handle: "WeightHandle", engines: Sequence[dict[str, float]]) -> dict[str, float]:

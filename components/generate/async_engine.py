@@ -124,8 +124,9 @@ class AsyncEngine(WeightVersions):
                 engine remains paused until it has received a complete version.
         """
 
-    async def check(self, probe: Any) -> None:
+    async def check(self, probe: Any) -> dict[str, float]:  # noqa: ARG002 - as in `RolloutEngine`
         """Compare the engine's log-probabilities with the trainer's, if a check is due; see `RolloutEngine.check`."""
+        return {}
 
     @abstractmethod
     async def metrics(self) -> dict[str, float]:

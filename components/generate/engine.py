@@ -168,14 +168,18 @@ class RolloutEngine(WeightVersions):
     def _complete(self, prompts: Batch, sampling: SamplingConfig) -> Completions:
         """Generate completions for prompts that have been checked. There may be no prompts."""
 
-    def check(self, probe: Any) -> None:
+    def check(self, probe: Any) -> dict[str, float]:  # noqa: ARG002 - engines with a check override it
         """Compare the engine's log-probabilities with the trainer's (plugins/engine_check), if a check is due.
 
         An engine requests a check by the metric `check_due`.
 
+        Returns:
+            Metrics of the newest check.
+
         Raises:
             RuntimeError: the engine does not compute what the trainer computes with the same weights.
         """
+        return {}
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the engine: the peak GPU memory of its first process (the others are alike), and, if it

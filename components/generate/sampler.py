@@ -32,7 +32,7 @@ class Sampler(Protocol):
         """See `RolloutEngine.receive`."""
         ...
 
-    def check(self, probe: Any) -> None:
+    def check(self, probe: Any) -> dict[str, float]:
         """See `RolloutEngine.check`."""
         ...
 

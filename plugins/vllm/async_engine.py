@@ -162,15 +162,17 @@ class AsyncVLLMEngine(AsyncEngine):
             if self._engine_check is not None:
                 self._engine_check.received()
 
-    async def check(self, probe: Any = None) -> None:
+    async def check(self, probe: Any = None) -> dict[str, float]:
         """Check the engine as `VLLMRolloutEngine.check` does, while other requests run."""
         check: Any = self._engine_check
-        if check is None or (due := check.next(probe, self._asleep)) is None:
-            return
+        if check is None:
+            return {}
+        if (due := check.next(probe, self._asleep)) is None:
+            return check.metrics
         rows = check.rows(due, self.positions)
         gap_N = check.gap(due, [await self._score(row) for row in rows])
         if check.is_explained(gap_N):
-            return
+            return check.metrics
         # Layer marks record all running requests, so they cannot be taken here. The error names no layer.
         raise check.error(self.weight_version, due, gap_N, [])
 

@@ -88,15 +88,17 @@ class VLLMRolloutEngine(RolloutEngine):
         super().wake(for_weights)
         self.check()
 
-    def check(self, probe: Any = None) -> None:
+    def check(self, probe: Any = None) -> dict[str, float]:
         """See `RolloutEngine.check`. A sleeping engine is checked when it wakes."""
         check: Any = self._engine_check
-        if check is None or (due := check.next(probe, self._asleep)) is None:
-            return
+        if check is None:
+            return {}
+        if (due := check.next(probe, self._asleep)) is None:
+            return check.metrics
         rows = check.rows(due, self.positions)
         gap_N = check.gap(due, self._scores(rows))
         if check.is_explained(gap_N):
-            return
+            return check.metrics
         marks = []
         for row in rows:
             self._llm.collective_rpc("mark_layers")

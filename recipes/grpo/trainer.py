@@ -4,11 +4,11 @@ Shape suffixes: `B` responses, `N` all their tokens end to end.
 """
 
 from pathlib import Path
-from typing import Any
 
 from components.batch import Batch
 from components.generate.config import SamplingConfig
 from core import BaseTrainer, RoleGroup, replicate
+from training.roles.reference import ReferenceWorker
 from training.roles.rollout import RolloutWorker
 from training.run.policy_run import PolicyRun
 
@@ -27,7 +27,7 @@ class GRPOTrainer(BaseTrainer):
     config: GRPOConfig
     RG_ACTOR: RoleGroup[Actor]
     RG_ROLLOUT: RoleGroup[RolloutWorker]
-    RG_REFERENCE: RoleGroup[Any]
+    RG_REFERENCE: RoleGroup[ReferenceWorker]
 
     def init(self) -> None:
         """Read the prompts, load the models, and resume from a checkpoint if the run folder has one."""

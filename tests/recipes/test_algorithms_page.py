@@ -28,7 +28,7 @@ PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 LOSSES = ("policy_losses", "ratio_losses", "covariance_losses", "preference_losses", "supervised", "value_losses")
 ADVANTAGES = ("advantages", "group_advantages", "returns")
 SPLIT = ("distillation", "group_filter", "token_rewards")
-MODULES = (*ADVANTAGES, "aggregation", "correction", "kl", "resampling", "rewards", *SPLIT, *LOSSES)
+MODULES = (*ADVANTAGES, "aggregation", "correction", "exploration", "kl", "resampling", "rewards", *SPLIT, *LOSSES)
 IN_CODE = set(re.findall(r"`([^`\s(]+)", PAGE))
 
 

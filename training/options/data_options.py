@@ -55,9 +55,9 @@ class DataOptions(Options, group="data"):
     epochs: Count = 1
     """Number of passes over the prompts, each in a different order if shuffle is set."""
 
-    curriculum: Literal["off", "variance", "pools"] = of_plugin("curriculum", "off")
-    """Selection of prompts by their mean score so far, p. `off`: every prompt once per epoch. `variance`: at random, in
-    proportion to p (1 - p). `pools`: fixed shares of easy, middle and hard prompts; see curriculum.shares."""
+    curriculum: Literal["none", "variance", "pools"] = of_plugin("curriculum", "none")
+    """Selection of prompts by their mean score so far, p. `none`: every prompt once per epoch. `variance`: at random,
+    in proportion to p (1 - p). `pools`: fixed shares of easy, middle and hard prompts; see curriculum.shares."""
 
     def faults(self) -> Iterator[str]:
         """See `Options.faults`."""

@@ -287,7 +287,7 @@ class RLOptions(RunOptions):
 
         Both are empty for the default strategy, which takes all rollouts of the next prompts.
         """
-        if self.data.curriculum != "off":
+        if self.data.curriculum != "none":
             return "curriculum", "data.curriculum"
         # First, because stored rollouts replace every other way to get some.
         if self.rollout.replay_from:

@@ -76,10 +76,9 @@ class SamplingWorker(BaseWorkload):
 
     @rpc(idempotent=True)
     def check_engine(self, probe: Any) -> dict[str, float]:
-        """Compare the engine with the policy, if its check is due. Return the metrics of the engine."""
+        """Compare the engine with the policy, if its check is due. Return the metrics of its checks."""
         # Engines whose check is not due ignore the probe.
-        self.sampler.check(probe)
-        return self.sampler.metrics()
+        return self.sampler.check(probe)
 
     @property
     def _has_received(self) -> bool:
