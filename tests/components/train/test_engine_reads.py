@@ -28,7 +28,7 @@ MAX_TOKENS = 60
 @pytest.fixture(autouse=True)
 def linear_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo DeepSpeed's replacement of `linear`, which an engine with ZeRO 3 leaves behind in its process."""
-    monkeypatch.setattr(torch.nn.functional, "linear", torch._C._nn.linear)
+    monkeypatch.setattr(torch.nn.functional, "linear", vars(torch._C)["_nn"].linear)
 
 
 def groups() -> Batch:
