@@ -165,10 +165,8 @@ class AsyncVLLMEngine(AsyncEngine):
     async def check(self, probe: Any = None) -> dict[str, float]:
         """Check the engine as `VLLMRolloutEngine.check` does, while other requests run."""
         check: Any = self._engine_check
-        if check is None:
-            return {}
-        if (due := check.next(probe, self._asleep)) is None:
-            return check.metrics
+        if check is None or (due := check.next(probe, self._asleep)) is None:
+            return getattr(check, "metrics", {})
         rows = check.rows(due, self.positions)
         gap_N = check.gap(due, [await self._score(row) for row in rows])
         if check.is_explained(gap_N):

@@ -91,10 +91,8 @@ class VLLMRolloutEngine(RolloutEngine):
     def check(self, probe: Any = None) -> dict[str, float]:
         """See `RolloutEngine.check`. A sleeping engine is checked when it wakes."""
         check: Any = self._engine_check
-        if check is None:
-            return {}
-        if (due := check.next(probe, self._asleep)) is None:
-            return check.metrics
+        if check is None or (due := check.next(probe, self._asleep)) is None:
+            return getattr(check, "metrics", {})
         rows = check.rows(due, self.positions)
         gap_N = check.gap(due, self._scores(rows))
         if check.is_explained(gap_N):
