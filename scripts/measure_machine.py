@@ -1,6 +1,6 @@
 """Measure the speed of this machine, and write it to the cache folder: `python scripts/measure_machine.py`.
 
-It takes about 15 s on a CPU. A run then shows how far each phase is from what the machine allows, and `--dry_run`
+It takes about 20 s on a CPU. A run then shows how far each phase is from what the machine allows, and `--dry_run`
 predicts its time. `--show` prints the cached numbers, or those of the table of GPUs, without measuring.
 """
 

@@ -47,7 +47,7 @@ class Exchange:
         self.progress = 0.0
         """Time of the last heartbeat or collective of another rank (time.monotonic)."""
         self.answered = time.monotonic()
-        """Time of the last answer of the store (time.monotonic)."""
+        """Time of the last response of the store (time.monotonic)."""
 
     def start(self) -> None:
         """Start the thread."""

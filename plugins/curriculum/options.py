@@ -38,6 +38,10 @@ class CurriculumOptions(Options, group="curriculum", plugin="curriculum"):
 def faults(config: RLOptions) -> Iterator[str]:
     """Yield a message for each option that also decides which prompts a step has."""
     selected = f"data.curriculum={config.data.curriculum}"
+    settings, defaults = vars(config)["curriculum"], CurriculumOptions()
+    unread = {"variance": "shares", "pools": "floor"}[config.data.curriculum]
+    if getattr(settings, unread) != getattr(defaults, unread):
+        yield f"{selected} does not read curriculum.{unread}; unset it"
     if config.filter_range is not None:
         yield f"{selected} and {config.FILTER_OPTION} both select prompts; unset one of them"
     if config.asynchronous.partial_rollout:

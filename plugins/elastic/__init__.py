@@ -1,4 +1,4 @@
-"""Rollout engines that are added and removed while a run goes on. `placement.elastic=true` loads it."""
+"""Rollout engines that are added and removed during a run. `placement.elastic=true` loads it."""
 
 PROVIDES = {
     "job environment": {"elastic": "job:prepare"},

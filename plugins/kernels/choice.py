@@ -14,7 +14,7 @@ from components.registry import find
 FAMILIES = frozenset({"gemma", "gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"})
 """Model types for which `auto` selects fused kernels. tests/plugins/kernels compares them with the plain ones."""
 NEVER_RUN = "they have been tested with Triton's interpreter and have not run on a GPU yet"
-_PLAIN = "set kernels=plain"
+_PLAIN = "set train.kernels=plain"
 
 
 def choose(kernels: str, path: str, on_gpu: bool) -> str:
@@ -29,7 +29,7 @@ def choose(kernels: str, path: str, on_gpu: bool) -> str:
         ValueError: `kernels` is "fused", and the fused kernels cannot run.
     """
     if (obstacle := why_plain(kernels, _family(path), on_gpu)) is not None:
-        return f"kernels={kernels} selects plain kernels: {obstacle}"
+        return f"train.kernels={kernels} selects plain kernels: {obstacle}"
     parts = "output layer"
     if find("training kernels", "layers") is not None:
         parts += " and layers"
@@ -70,10 +70,10 @@ def why_plain(kernels: str, family: str, on_gpu: bool) -> str | None:
         obstacle = "the model is trained on a CPU, where Triton has only its interpreter (TRITON_INTERPRET=1)"
     if kernels == "fused":
         if obstacle is not None:
-            raise ValueError(f"kernels=fused cannot be used: {obstacle}; or {_PLAIN}")
+            raise ValueError(f"train.kernels=fused cannot be used: {obstacle}; or {_PLAIN}")
         return None
     if obstacle is None and not on_gpu:
         obstacle = "the model is trained on a CPU"
     if obstacle is None and family and family not in FAMILIES:
-        obstacle = f"the fused kernels have not been tested with models of type {family}; kernels=fused tries them"
+        obstacle = f"fused kernels have not been tested with models of type {family}; train.kernels=fused tries them"
     return obstacle

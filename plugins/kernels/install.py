@@ -44,4 +44,4 @@ def use_kernels(model: nn.Module, kernels: str, device: torch.device) -> None:
     if (fuse_layers := find("training kernels", "layers")) is not None:
         plain += fuse_layers(backbone)
     if plain:
-        _log.warning("kernels=%s leaves plain: %s", kernels, "; ".join(plain))
+        _log.warning("train.kernels=%s leaves plain: %s", kernels, "; ".join(plain))

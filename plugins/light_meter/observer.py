@@ -18,7 +18,7 @@ LEAST_STEPS = 3
 """Number of steps below which nothing is said, because the first step includes allocations."""
 SHOWN = 3
 """Number of phases in the summary."""
-MEASURE = "python scripts/measure_machine.py shows from then on how far each phase is from what this machine allows"
+MEASURE = "run python scripts/measure_machine.py once to see the limit of this machine for each phase"
 
 
 class LimitsObserver(RunObserver):

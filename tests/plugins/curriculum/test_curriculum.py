@@ -71,6 +71,8 @@ def test_the_state_is_restored_to_the_bit() -> None:
         ("algorithm.filter_range=[0.0,1.0]", ["data.curriculum=variance", "algorithm.filter_range"]),
         ("data.shuffle=false", ["data.curriculum=variance", "data.shuffle=false"]),
         ("curriculum.shares=[0.5,0.6,0.2]", ["curriculum.shares=[0.5, 0.6, 0.2]", "sum to 1"]),
+        ("curriculum.shares=[0.1,0.8,0.1]", ["curriculum=variance", "does not read curriculum.shares"]),
+        ("data.curriculum=pools curriculum.floor=0.1", ["curriculum=pools", "does not read curriculum.floor"]),
     ],
 )
 def test_options_that_exclude_each_other_are_refused(options: str, facts: list[str]) -> None:
